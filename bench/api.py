@@ -68,17 +68,16 @@ def run_api_bench(
 
 
 def _write_runs(out: Path, count: int) -> None:
-    store = open_record(out)
-    with store.database.together():  # one commit
+    with open_record(out) as store:
+        with store.database.together():  # one commit
+            for number in range(count):
+                _write_run(store, f"run-{number:04d}", number)
         for number in range(count):
-            _write_run(store, f"run-{number:04d}", number)
-    for number in range(count):
-        name = f"run-{number:04d}"
-        (out / name).mkdir()
-        (out / name / "status.json").write_text(
-            '{"at": "2026-01-01T00:00:00+00:00", "doing": "-", "waiting_for": [], "resting": [], "online": 0}'
-        )
-    store.close()
+            name = f"run-{number:04d}"
+            (out / name).mkdir()
+            (out / name / "status.json").write_text(
+                '{"at": "2026-01-01T00:00:00+00:00", "doing": "-", "waiting_for": [], "resting": [], "online": 0}'
+            )
 
 
 def _write_run(store: Record, name: str, seed: int) -> None:
@@ -90,10 +89,9 @@ def _write_run(store: Record, name: str, seed: int) -> None:
 
 
 def _change(out: Path, over: threading.Event) -> None:
-    store = open_record(out, check=False)
-    while not over.wait(1.0):
-        store.runs.update("run-0001", reason=str(time.time()))
-    store.close()
+    with open_record(out, check=False) as store:
+        while not over.wait(1.0):
+            store.runs.update("run-0001", reason=str(time.time()))
 
 
 def _ask(port: int, token: str, rate: int, count: int) -> dict[str, float]:

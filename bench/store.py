@@ -142,13 +142,12 @@ def _make_expectation(name: str) -> Expected:
 
 def _resume(out: Path) -> None:
     """Make all calls of a resume to the record before the first round."""
-    store = open_record(out, check=False)
-    store.runs.read_all()
-    store.rounds.read_newest_closed(RUN)
-    store.tasks.read_unanswered(RUN)
-    store.rounds.read_open(RUN)
-    store.rounds.read(RUN, store.rounds.find_last(RUN))
-    store.close()
+    with open_record(out, check=False) as store:
+        store.runs.read_all()
+        store.rounds.read_newest_closed(RUN)
+        store.tasks.read_unanswered(RUN)
+        store.rounds.read_open(RUN)
+        store.rounds.read(RUN, store.rounds.find_last(RUN))
 
 
 def _time_resume(out: Path) -> float:

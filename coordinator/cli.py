@@ -63,6 +63,7 @@ REMOTE = {
     cls=command_line.LazyGroup,
     package="coordinator.commands",
     lazy=COMMANDS,
+    elsewhere=dict.fromkeys(("cancel", "pause", "unpause", "retry"), "coordinator.commands.run_change"),
     context_settings={"show_default": True},
     examples=["coordinator start --config run.toml", "coordinator show RUN", "coordinator runs --json"],
 )

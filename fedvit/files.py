@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fedvit.descriptors import USED_UP, how_many
-from fedvit.errors import DiskFull, StorageFailed, TooManyOpenFiles
+from fedvit.errors import DiskFull, FedvitError, StorageFailed, TooManyOpenFiles
 
 log = logging.getLogger(__name__)
 
@@ -88,24 +88,20 @@ class FileGroup:
         """Write a file like `atomic_write`, but not durable yet. Raises StorageFailed, DiskFull."""
         partial = path.parent / f"{WRITING}{secrets.token_hex(8)}"
         self._partials[path] = partial
-        try:
+        with name_failure(f"cannot write {path} ({sum(map(len, pieces))} bytes)"):
             _write(partial, *pieces)
-        except OSError as error:
-            raise storage_failed(f"cannot write {path} ({sum(map(len, pieces))} bytes)", error) from error
 
     def commit(self) -> None:
         """Make all files durable under their names. Raises StorageFailed, DiskFull: some of them may exist then."""
         if not self._partials:
             return
-        try:
-            # the journal of a file system handles the syncs of several threads together
-            with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._partials))) as pool:
-                _all_done(pool.map(sync_file, self._partials.values()))
-                for path, partial in self._partials.items():
-                    os.replace(partial, path)
-                _all_done(pool.map(sync_folder, {path.parent for path in self._partials}))
-        except OSError as error:
-            raise storage_failed(f"cannot write {len(self._partials)} files", error) from error
+        count = len(self._partials)
+        # the journal of a file system handles the syncs of several threads together
+        with name_failure(f"cannot write {count} files"), ThreadPoolExecutor(min(SYNCS_AT_ONCE, count)) as pool:
+            _all_done(pool.map(sync_file, self._partials.values()))
+            for path, partial in self._partials.items():
+                os.replace(partial, path)
+            _all_done(pool.map(sync_folder, {path.parent for path in self._partials}))
         self._partials.clear()
 
     def abandon(self) -> None:
@@ -143,6 +139,17 @@ def storage_failed(what: str, error: OSError) -> StorageFailed:
         return TooManyOpenFiles(TooManyOpenFiles.general_code, f"{what}: {error.strerror}; {how_many()}")
     kind = DiskFull if error.errno in _FULL else StorageFailed
     return kind(kind.general_code, f"{what}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def name_failure(what: str, kind: type[FedvitError] | None = None, code: str = "") -> Iterator[None]:
+    """Raise an error that names the operation `what` for an OSError in the block, by default as `storage_failed`."""
+    try:
+        yield
+    except OSError as error:
+        if kind is None:
+            raise storage_failed(what, error) from error
+        raise kind(code, f"{what}: {error.strerror or error}") from error
 
 
 def make_folder(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import blake3
 
 from fedvit.errors import BadPayload
-from fedvit.files import make_folder, storage_failed, sync_folder
+from fedvit.files import make_folder, name_failure, sync_folder
 from fedvit.wire.messages import Manifest
 
 SYNC_BYTES = 4 * 1024 * 1024
@@ -46,11 +46,9 @@ class PartialBlob:
     def __init__(self, final: Path, manifest: Manifest) -> None:
         self._final = final
         self._manifest = manifest
-        try:
+        with name_failure(f"cannot receive into {final}"):
             make_folder(final.parent)
             self._open()
-        except OSError as error:
-            raise storage_failed(f"cannot receive into {final}", error) from error
         self._hasher = blake3.blake3()
         self._hashed = 0  # chunks from the first on that were hashed as they came
         self._unsynced_bytes = 0
@@ -64,12 +62,10 @@ class PartialBlob:
     def write(self, index: int, payload: bytes | memoryview) -> None:
         """Store one chunk. Raises DiskFull when the disk is full."""
         start = index * self._manifest.chunk
-        try:
+        with name_failure(f"cannot write {len(payload)} bytes to {self._path}"):
             written = os.pwrite(self._file, payload, start)
             while written < len(payload):  # on a disk that is almost full a write may be cut
                 written += os.pwrite(self._file, payload[written:], start + written)
-        except OSError as error:
-            raise storage_failed(f"cannot write {len(payload)} bytes to {self._path}", error) from error
         if index == self._hashed:
             self._hasher.update(payload)
             self._hashed += 1

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from fedvit import minisign
 from fedvit.errors import ConfigError
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure
 from fedvit.known_graphs import SignedGraphs, read_signatures, write_signatures
 from fedvit.public_keys import PublicKey, format_key, parse_key
 
@@ -91,10 +91,8 @@ def add_signatures(file: Path, key: PublisherKey, digests: Iterable[str]) -> int
 @contextmanager
 def _hold_lock(file: Path) -> Iterator[None]:
     """Keep other threads and processes from changing a file of signatures. Raises StorageFailed."""
-    try:
+    with name_failure(f"cannot open folder {file.parent}"):
         handle = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise storage_failed(f"cannot open folder {file.parent}", error) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

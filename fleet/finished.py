@@ -92,8 +92,5 @@ class FinishedRun:
     def _repr_html_(self) -> str:
         from coordinator.views.report.page import run_piece  # matplotlib: memory that counts in a cell of an experiment
 
-        store = open_existing_record(self.folder.parent)
-        try:
+        with open_existing_record(self.folder.parent) as store:
             return run_piece(read_report(store, self.name))
-        finally:
-            store.close()

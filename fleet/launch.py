@@ -178,11 +178,8 @@ def run_processes(launch: Launch, devices: DeviceProcesses | None = None, addres
             )
         seconds = time.monotonic() - began
         processes.wait()
-    store = open_record(home.parent)
-    try:
+    with open_record(home.parent) as store:
         return RunOutcome(read_run(store, home.name), seconds, home)
-    finally:
-        store.close()
 
 
 class _DeviceProcesses:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.errors import StorageFailed
+from fedvit.files import name_failure
 from fleet.partition import PartitionSummary
 
 Counts = npt.NDArray[np.int64]
@@ -72,10 +73,8 @@ def write_plot(summary: PartitionSummary, file: Path) -> None:
         else ([], [])
     )
     figure.legend(*sizes, title="images of a class", ncols=3, loc="outside lower left", frameon=False)
-    try:
+    with name_failure(f"cannot write {file}", StorageFailed, "FV1701"):
         figure.savefig(file)
-    except OSError as error:
-        raise StorageFailed("FV1701", f"cannot write {file}: {error.strerror or error}") from error
 
 
 def count_matrix(summary: PartitionSummary) -> Counts:

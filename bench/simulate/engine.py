@@ -28,11 +28,8 @@ def run(job: Job, folders: list[Path], start: Start, engine: Engine) -> tuple[li
         outcome = simulate(
             RunRequest(folders, values, out=Path(made), run=RUN, engine=engine, precision=precision, fused=is_fused)
         )
-        store = open_record(Path(made))
-        try:
+        with open_record(Path(made)) as store:
             ended = [datetime.fromisoformat(str(entry.closed_at)).timestamp() for entry in store.rounds.read_all(RUN)]
-        finally:
-            store.close()
     return ended, outcome.summary.mean_accuracy
 
 

@@ -6,7 +6,7 @@ import click
 import msgspec
 
 from coordinator.operations.opening import open_audit
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.quantities import format_count
 from profiles.report.console import Console
 from profiles.report.tables import Sheet, columns
@@ -51,7 +51,7 @@ def audit(
         return
     entries = source.read(last)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(entries)).decode())
+        print_json(entries)
         return
     console = Console()
     shown = {"at": "at, UTC", "who": "who", "origin": "from", "act": "act", "subject": "of", "details": "details"}

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from coordinator.operations.backing_up import make_backup
 from coordinator.operations.opening import find_service
 from coordinator.serving.backup import BackupFolder, BackupLine, describe
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.files import private_files
 from fedvit.hints import command
@@ -52,7 +51,7 @@ def backup(
     else:
         made = _use_folder(folder, runs, deployment, keep, only_list=only_list)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(made if only_list else made[0])).decode())
+        print_json(made if only_list else made[0])
         return
     for one in made:
         what = [format_count(len(one.runs), "run")] if one.runs or not one.deployment else []

@@ -97,8 +97,7 @@ def dashboard(
             f"a dashboard on {listen} can be reached from other machines and needs a password; "
             f"set {PASSWORD} or --password-file, or listen on 127.0.0.1",
         )
-    store = open_to_watch(folder)
-    try:
+    with open_to_watch(folder) as store:
         devices = Deployment.open(deployment) if deployment else None
         tls = _find_certificate(devices) if access["tls"] else None
         with server.listen_on(listen, port) as opened:
@@ -116,8 +115,6 @@ def dashboard(
                 )
                 shown = None if is_api else Experiments(experiments)
                 server.serve(site, opened, shown, certificate=tls, proxies=access["proxies"])
-    finally:
-        store.close()
 
 
 def _import_server(api_only: bool) -> ModuleType:

@@ -46,11 +46,8 @@ def evaluate(
 
     This is a new run with zero rounds: `show` and `report` have its scores.
     """
-    store = open_existing_record(folder)
-    try:
+    with open_existing_record(folder) as store:
         record, tested = store.runs.read(run), find_round(store, run, asked_round).round
-    finally:
-        store.close()
     values = {**record.config, "rounds": 0, "start_from": run, "start_round": tested, "stop": {}}
     values |= {"classes": list(record.classes), "evaluation_cohort": 1.0, "privacy": {}}
     if devices is not None:

@@ -53,12 +53,9 @@ def export(
     """Write a model of RUN, by default the newest run, as ONNX files that work without this software."""
     check_new(out)
     data, threads = measuring["data"], measuring["threads"]
-    store = open_existing_record(folder)
-    try:
+    with open_existing_record(folder) as store:
         run = run or newest_run(store, folder)
         trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}", asked_round)
-    finally:
-        store.close()
     trained = replace(trained, licence=licence)
     if format_name != ONNX:
         click.echo("\n".join(write_format(format_name, out, trained)))

@@ -84,10 +84,7 @@ def _read_recorded(run: str, folder: Path) -> RunConfig:
     given = [flag for name, flag in OF_THE_RUN.items() if source(name) is ParameterSource.COMMANDLINE]
     if given:
         raise ConfigError("FV1901", f"--run {run} has its own method and model: leave out {', '.join(given)}")
-    store = open_existing_record(folder)
-    try:
+    with open_existing_record(folder) as store:
         record = store.runs.read(run)
         config = make_config(record.config, f"run {run}").run
         return msgspec.structs.replace(config, classes=config.classes or tuple(record.classes))
-    finally:
-        store.close()

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import runs_flag
 from coordinator.operations.opening import open_runs
 from coordinator.run_view import Standing
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from profiles.report.console import Console
 from profiles.report.tables import Column, Sheet, columns
 
@@ -30,7 +29,7 @@ def quarantine(run: str, released: tuple[str, ...], folder: Path, as_json: bool)
             standings = runs.read_standings(run, [device])
             click.echo(f"{device}: released, its strikes are reset", err=True)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(standings)).decode())
+        print_json(standings)
         return
     shown = [*columns({"device": "device", "strikes": "strikes"}), Column("quarantine", "quarantine", _describe)]
     console = Console()

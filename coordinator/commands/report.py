@@ -26,11 +26,8 @@ from profiles.report.console import Console
 def report(run: str | None, folder: Path, out: Path | None, table: Path | None, as_json: bool) -> None:
     """Report RUN, by default the newest: accuracy, bytes, time, memory, energy; predicted beside measured."""
 
-    store = open_existing_record(folder)
-    try:
+    with open_existing_record(folder) as store:
         document = read_report(store, run or newest_run(store, folder))
-    finally:
-        store.close()
     if as_json:
         click.echo(encode_report(document).decode(), nl=False)
     else:

@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import click
-import msgspec
 
 from coordinator.commands.flags import record_flag
 from coordinator.operations.backing_up import restore_backup
 from coordinator.serving.backup import BackupFolder, describe
-from fedvit.command_line import Command, json_flag
+from fedvit.command_line import Command, json_flag, print_json
 from fedvit.files import private_files
 from fedvit.hints import command
 
@@ -49,7 +48,7 @@ def restore(
     backups = BackupFolder(folder)
     backup = restore_backup(backups, name, runs, deployment, url=url, keep_mirrors=keep_mirrors)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(describe(backup))).decode())
+        print_json(describe(backup))
         return
     click.echo(f"backup {backup.name} of {backup.made_at} is restored")
     if runs and backup.mirrors and not keep_mirrors:

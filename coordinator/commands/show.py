@@ -45,11 +45,8 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
     if track:
         if find_service() is not None:
             raise ConfigError("FV1817", "--track works on this machine only: leave out --server")
-        store = open_existing_record(folder, writes=True)
-        try:
+        with open_existing_record(folder, writes=True) as store:
             write_missing(store, run or newest_run(store, folder), folder, flags)
-        finally:
-            store.close()
         return
     with open_runs(folder) as runs:
         view = runs.read(run, accuracy_of=None if as_json else MOST_ROUNDS)

@@ -8,7 +8,7 @@ import click
 from fedvit.blobs import digest_of
 from fedvit.command_line import Command
 from fedvit.errors import ConfigError
-from fedvit.files import private_files
+from fedvit.files import name_failure, private_files
 from fedvit.hints import command
 from fedvit.publisher import PublisherKey, add_signatures
 
@@ -51,7 +51,5 @@ def sign_graphs(key: Path, file: Path) -> Callable[[Iterable[str]], None]:
 
 
 def _read_digest(graph: Path) -> str:
-    try:
+    with name_failure(f"graph {graph} cannot be read", ConfigError, "FV1320"):
         return digest_of(graph.read_bytes())
-    except OSError as error:
-        raise ConfigError("FV1320", f"graph {graph} cannot be read: {error.strerror}") from error

@@ -8,7 +8,7 @@ import msgspec
 from coordinator.commands.flags import runs_flag
 from coordinator.operations.access import add_token, remove_token
 from coordinator.security.api_tokens import LONGEST_DAYS, ROLES, ApiTokens, UserRole
-from fedvit.command_line import Command, Group, json_flag
+from fedvit.command_line import Command, Group, json_flag, print_json
 from fedvit.files import private_files
 from profiles.report.console import Console
 from profiles.report.tables import Column, Sheet, columns
@@ -40,7 +40,7 @@ def list_tokens(folder: Path, as_json: bool) -> None:
     tokens = ApiTokens(folder).list_all()
     if as_json:
         shown = [{key: value for key, value in msgspec.to_builtins(each).items() if key != "digest"} for each in tokens]
-        click.echo(msgspec.json.format(msgspec.json.encode(shown)).decode())
+        print_json(shown)
         return
     console = Console()
     shown_columns = [

@@ -41,11 +41,8 @@ def trace(task: str, folder: Path, logs: tuple[Path, ...], as_json: bool) -> Non
     Steps come from the record and from the coordinator's log, if that is in JSON (--log-format json).
     """
     run, number, device, kind, attempt = parse_selection(task)
-    store = open_existing_record(folder)
-    try:
+    with open_existing_record(folder) as store:
         found = read_trace(store, folder / run, run, number, device=device, logs=logs)
-    finally:
-        store.close()
     tasks = [one for one in found.tasks if kind in (None, one.kind) and attempt in (None, one.attempt)]
     found = msgspec.structs.replace(found, tasks=tasks)
     if as_json:

@@ -1,6 +1,5 @@
 """Checks that a run can begin, before any device is waited for: with the real weights and the real earlier run."""
 
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -43,7 +42,7 @@ def _built(config: RunConfig, runs: Path) -> tuple[int, list[str]]:
     """Build the model as the run would; returns its number of parameters and warnings for the operator."""
     start, classes = None, config.classes
     if config.start_from is not None:
-        with closing(open_record(runs, check=False)) as store:
+        with open_record(runs, check=False) as store:
             start = start_state(config.start_from, store, runs, config.start_round)
             classes = classes or store.runs.read(config.start_from).classes
             check_first_round(config, store)

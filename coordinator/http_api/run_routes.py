@@ -208,25 +208,25 @@ async def show_service(site: Site) -> ServiceOverview:
 @routes.add("POST", "/runs/{run}/cancel", "operator")
 async def cancel_run(site: Site, run: str) -> ChangedRun:
     """End a run for good."""
-    return await site.change(lambda runs: runs.cancel(run))
+    return await site.change(lambda runs: runs.change(run, "cancel"))
 
 
 @routes.add("POST", "/runs/{run}/pause", "operator")
 async def pause_run(site: Site, run: str) -> ChangedRun:
     """Let a run open no new round."""
-    return await site.change(lambda runs: runs.pause(run))
+    return await site.change(lambda runs: runs.change(run, "pause"))
 
 
 @routes.add("POST", "/runs/{run}/unpause", "operator")
 async def unpause_run(site: Site, run: str) -> ChangedRun:
     """Let a paused run open rounds again."""
-    return await site.change(lambda runs: runs.unpause(run))
+    return await site.change(lambda runs: runs.change(run, "unpause"))
 
 
 @routes.add("POST", "/runs/{run}/retry", "operator")
 async def retry_run(site: Site, run: str) -> ChangedRun:
     """Let the service serve a failed run again."""
-    return await site.change(lambda runs: runs.retry(run))
+    return await site.change(lambda runs: runs.change(run, "retry"))
 
 
 @routes.add("DELETE", "/runs/{run}", "admin")

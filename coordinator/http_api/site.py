@@ -1,16 +1,16 @@
 """The site of the API: the folders that all endpoints work on, and their way to the record."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from coordinator.http_api.turns import Turns
 from coordinator.operations.devices import LocalDevices
 from coordinator.operations.runs import LocalRuns
 from coordinator.record.record import Record, open_record
-from coordinator.security.credentials import ApiCredentials
+from coordinator.security.credentials import ApiCredentials, TooManyAttempts
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import BackupFolder
 from coordinator.views.dashboard.reader import RecordReader
@@ -18,6 +18,31 @@ from fedvit.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+AT_ONCE = 2
+WAITING = 8
+"""Requests that wait for their turn; further ones are refused."""
+
+
+class Turns:
+    """Lets AT_ONCE downloads be made at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Semaphore(AT_ONCE)
+        self._asked = 0
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[None]:
+        """Wait for a turn, and have it in the block. Raises TooManyAttempts."""
+        if self._asked >= WAITING:
+            raise TooManyAttempts("FV1814", f"{WAITING} downloads are being made: try again later")
+        self._asked += 1
+        try:
+            async with self._turn:
+                yield
+        finally:
+            self._asked -= 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +100,5 @@ class ApiSite:
         return self.backups
 
     def _write(self, act: Callable[[Record], T]) -> T:
-        store = open_record(self.folder, check=False)
-        try:
+        with open_record(self.folder, check=False) as store:
             return act(store)
-        finally:
-            store.close()

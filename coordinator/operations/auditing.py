@@ -31,11 +31,8 @@ class LocalAudit:
             with Deployment.open(self.deployment).registry.read() as rows:
                 entries: list[AuditEntry] = rows.read_audit(newest)
                 return entries
-        store = open_existing_record(self.runs)
-        try:
+        with open_existing_record(self.runs) as store:
             return store.audit.read(newest)
-        finally:
-            store.close()
 
     def check(self, expected: str | None = None) -> AuditVerdict:
         """Verify all entries, and that one has the digest `expected`. Raises Damaged, naming the first wrong entry."""

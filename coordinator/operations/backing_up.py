@@ -38,11 +38,8 @@ def restore_backup(
 def _note(act: str, name: str, backups: BackupFolder, runs: Path | None, deployment: Path | None) -> None:
     place = str(backups.folder.absolute())
     if runs is not None and has_record(runs):
-        store = open_existing_record(runs, writes=True)
-        try:
+        with open_existing_record(runs, writes=True) as store:
             store.audit.add(act, name, place)
-        finally:
-            store.close()
     if deployment is not None:
         with Deployment.open(deployment).registry.change() as rows:
             rows.add_audit(act, name, place)

@@ -28,8 +28,7 @@ def collect_report(folder: Path, run: str | None) -> BugReport:
     classes: set[str] = set()
     documents: dict[str, object] = {}
     try:
-        store = open_existing_record(folder)
-        try:
+        with open_existing_record(folder) as store:
             runs = list_runs(store, folder)[:MOST_RUNS]  # newest first
             for each in runs:  # the log of a service names those of all runs
                 classes |= set(store.runs.read(each.run).classes or ())
@@ -38,8 +37,6 @@ def collect_report(folder: Path, run: str | None) -> BugReport:
             run = run or newest_run(store, folder)
             documents["show.json"] = show_document(read_run(store, run))
             classes |= set(store.runs.read(run).classes or ())
-        finally:
-            store.close()
     except FedvitError as error:
         if named:
             raise

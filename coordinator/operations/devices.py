@@ -39,11 +39,8 @@ class LocalDevices:
             ]
             waiting = rows.tokens.read_open(time.time())
         if with_standings and self._runs is not None:
-            store = open_existing_record(self._runs)
-            try:
+            with open_existing_record(self._runs) as store:
                 run = _add_standings(listed, store, self._runs, run)
-            finally:
-                store.close()
         return DeviceList(
             devices=listed,
             waiting=[

@@ -35,11 +35,8 @@ def open_runs(folder: Path, *, writes: bool = False) -> "Iterator[LocalRuns | Re
     if (service := find_service()) is not None:
         yield import_module("coordinator.operations.remote").RemoteRuns(service)
         return
-    store = open_existing_record(folder, writes=writes)
-    try:
+    with open_existing_record(folder, writes=writes) as store:
         yield LocalRuns(store, folder)
-    finally:
-        store.close()
 
 
 @contextmanager
@@ -49,11 +46,8 @@ def open_models(folder: Path, *, writes: bool = False) -> "Iterator[LocalModels 
     if (service := find_service()) is not None:
         yield models.RemoteModels(service)
         return
-    store = open_existing_record(folder, writes=writes)
-    try:
+    with open_existing_record(folder, writes=writes) as store:
         yield models.LocalModels(store)
-    finally:
-        store.close()
 
 
 def open_devices(folder: Path, runs: Path | None = None) -> "LocalDevices | RemoteDevices":

@@ -16,6 +16,7 @@ from coordinator.operations.runs import NEWEST
 from coordinator.operations.submitting import Submission
 from coordinator.record.retention import Removal, RetentionPolicy
 from coordinator.record.tables import DeviceLog
+from coordinator.rounds.service.run_requests import RunAct
 from coordinator.run_view import RunLine, RunProgress, RunView, Standing, read_document
 from fedvit.client import Service
 from fedvit.labels import parse_label
@@ -64,29 +65,12 @@ class RemoteRuns:
 
     def submit(self, asked: Submission) -> SubmittedRun:
         """Put a run into the queue of the service."""
-        body = {
-            "config": asked.values,
-            "name": asked.name,
-            "priority": asked.priority,
-            "at": asked.starts_at,
-        }
+        body = {"config": asked.values, "name": asked.name, "priority": asked.priority, "at": asked.starts_at}
         return self._service.ask(SubmittedRun, "POST", "runs", body=body)
 
-    def cancel(self, run: str) -> ChangedRun:
-        """End a run for good."""
-        return self._act(run, "cancel")
-
-    def pause(self, run: str) -> ChangedRun:
-        """Let a run open no new round."""
-        return self._act(run, "pause")
-
-    def unpause(self, run: str) -> ChangedRun:
-        """Let a paused run open rounds again."""
-        return self._act(run, "unpause")
-
-    def retry(self, run: str) -> ChangedRun:
-        """Let the service serve a failed run again."""
-        return self._act(run, "retry")
+    def change(self, run: str, act: RunAct) -> ChangedRun:
+        """Cancel, pause, unpause or retry a run."""
+        return self._service.ask(ChangedRun, "POST", "runs", run, act)
 
     def read_standings(self, run: str, released: Sequence[str] = ()) -> list[Standing]:
         """End the quarantine of devices and reset their strikes; list those that still have strikes."""
@@ -120,9 +104,6 @@ class RemoteRuns:
     def read_logs(self, device: str, run: str | None) -> list[DeviceLog]:
         """Read the logs that a device sent with its failures, of one run or of all; the newest last."""
         return self._service.ask(list[DeviceLog], "GET", "devices", device, "logs", query={"run": run})
-
-    def _act(self, run: str, act: str) -> ChangedRun:
-        return self._service.ask(ChangedRun, "POST", "runs", run, act)
 
 
 class RemoteDevices:

@@ -3,18 +3,14 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from coordinator.operations.cleaning import clean_up
 from coordinator.operations.documents import BegunRun, ChangedRun, DeviceLabels, RunActivity, ServiceOverview
 from coordinator.record.liveness import current_status
 from coordinator.record.opening import newest_run
 from coordinator.record.record import Record
-from coordinator.record.retention import Removal, RetentionPolicy, remove_runs
+from coordinator.record.retention import Removal, RetentionPolicy, collect, remove_runs
 from coordinator.record.tables import DeviceLog, RunRecord
-from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
-from coordinator.rounds.service.pausing import pause, unpause
-from coordinator.rounds.service.releasing import release
-from coordinator.rounds.service.retrying import retry
+from coordinator.rounds.service.run_requests import RunAct, change_run, release
 from coordinator.rounds.service.status import read_service_status
 from coordinator.rounds.status import read_status
 from coordinator.run_view import (
@@ -32,6 +28,19 @@ from fedvit.errors import ConfigError
 
 NEWEST = "~newest"
 """Stands for the newest run; no run can have this name."""
+
+
+def clean_up(
+    store: Record, folder: Path, policy: RetentionPolicy, report: Callable[[str], None] = lambda line: None
+) -> list[Removal]:
+    """Remove runs and details beyond a policy, and unreferenced files; compact the record if it has shrunk."""
+    removed = list(collect(store, folder, policy, report=report))
+    if removed and not policy.dry_run:
+        names = sorted({entry.run or "" for entry in removed if entry.what == "run"})
+        store.audit.add("gc", str(folder), f"{len(removed)} removals; runs: {', '.join(names) or 'none'}")
+    if any(entry.what in ("run", "details") for entry in removed) and not policy.dry_run:
+        store.database.compact()
+    return removed
 
 
 class LocalRuns:
@@ -80,21 +89,11 @@ class LocalRuns:
             hosts=self._store.database.services(),
         )
 
-    def cancel(self, run: str) -> ChangedRun:
-        """End a run for good."""
-        return self._describe_change(run, cancel(self._store, self._folder, run))
-
-    def pause(self, run: str) -> ChangedRun:
-        """Let a run open no new round."""
-        return self._describe_change(run, pause(self._store, run))
-
-    def unpause(self, run: str) -> ChangedRun:
-        """Let a paused run open rounds again."""
-        return self._describe_change(run, unpause(self._store, run))
-
-    def retry(self, run: str) -> ChangedRun:
-        """Let a service serve a failed run again."""
-        return self._describe_change(run, retry(self._store, run))
+    def change(self, run: str, act: RunAct) -> ChangedRun:
+        """Cancel, pause, unpause or retry a run."""
+        done = change_run(self._store, self._folder, run, act)
+        record = self._store.runs.read(run)
+        return ChangedRun(run=run, status=record.status, paused_at=record.paused_at, done=done)
 
     def read_standings(self, run: str, released: Sequence[str] = ()) -> list[Standing]:
         """End the quarantine of devices and reset their strikes; list those that still have strikes."""
@@ -129,10 +128,6 @@ class LocalRuns:
         if run is not None:
             self._store.runs.read(run)
         return self._store.devices.read_logs(device, run)
-
-    def _describe_change(self, run: str, done: str) -> ChangedRun:
-        record = self._store.runs.read(run)
-        return ChangedRun(run=run, status=record.status, paused_at=record.paused_at, done=done)
 
     def _describe(self, record: RunRecord) -> str:
         try:

@@ -33,7 +33,7 @@ from coordinator.record.record import Record
 from coordinator.record.rounds import RoundWork
 from coordinator.record.tables import SavedState
 from fedvit.blobs import digest_of
-from fedvit.files import WRITING, atomic_write, make_folder, storage_failed, sync_file, sync_folder
+from fedvit.files import WRITING, atomic_write, make_folder, name_failure, sync_file, sync_folder
 from fedvit.wire.messages import Result
 
 log = logging.getLogger(__name__)
@@ -110,24 +110,21 @@ class Backups:
 
     def _copy(self, number: int) -> None:
         folder = self._folder / COPIES
-        try:
-            with lock_copies(self._folder):
-                temporary = folder / f"{WRITING}{secrets.token_hex(8)}"
-                try:
-                    self._store.database.back_up(temporary)
-                    sync_file(temporary)
-                    following = max(map(number_in, self.copies()), default=0) + 1
-                    os.replace(temporary, folder / f"copy-{following}.db")
-                    sync_folder(folder)
-                finally:
-                    for rest in folder.glob(f"{temporary.name}*"):
-                        with suppress(OSError):
-                            rest.unlink()
-                self._begin_notes(number)
-                for file in find_unneeded(self._folder):
-                    file.unlink(missing_ok=True)
-        except OSError as error:
-            raise storage_failed(f"cannot copy the record to {folder}", error) from error
+        with name_failure(f"cannot copy the record to {folder}"), lock_copies(self._folder):
+            temporary = folder / f"{WRITING}{secrets.token_hex(8)}"
+            try:
+                self._store.database.back_up(temporary)
+                sync_file(temporary)
+                following = max(map(number_in, self.copies()), default=0) + 1
+                os.replace(temporary, folder / f"copy-{following}.db")
+                sync_folder(folder)
+            finally:
+                for rest in folder.glob(f"{temporary.name}*"):
+                    with suppress(OSError):
+                        rest.unlink()
+            self._begin_notes(number)
+            for file in find_unneeded(self._folder):
+                file.unlink(missing_ok=True)
 
     def copies(self) -> list[Path]:
         """Return the existing copies, the oldest first."""
@@ -164,14 +161,12 @@ class Backups:
             return
         if self._file is None:
             self._file = next(reversed(notes_in(self._home)), None) or self._notes_after(self._find_closed())
-        try:
+        with name_failure(f"cannot write {self._file}"):
             make_folder(self._file.parent)
             is_new = not self._file.exists()
             _append(self._file, _encode(note))
             if is_new:
                 sync_folder(self._file.parent)
-        except OSError as error:
-            raise storage_failed(f"cannot write {self._file}", error) from error
 
     def replay_notes(self, operator_log: Callable[[str], None], strike: Callable[[str, int, str], object]) -> None:
         """Add to the record what it lacks, if it is a restored copy. `strike` records a device's strike."""

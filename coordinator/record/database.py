@@ -25,7 +25,7 @@ from coordinator.record.schema import is_older, other_version, version_of
 from coordinator.record.sqlite_errors import convert_error
 from coordinator.record.tables import RUNS, SCHEMA, TABLES, from_json, to_json
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure
 from fedvit.timings import Timings
 
 _R = TypeVar("_R", bound=Struct)
@@ -77,10 +77,8 @@ def address_in(folder: Path) -> str | None:
 
 def _address_in(file: Path) -> str:
     """Raise StorageFailed if the file cannot be read."""
-    try:
+    with name_failure(f"cannot read {file}"):
         return file.read_text().strip()
-    except OSError as error:
-        raise storage_failed(f"cannot read {file}", error) from error
 
 
 class Database:

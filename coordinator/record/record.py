@@ -7,6 +7,7 @@ evaluated.
 """
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,11 +21,14 @@ from coordinator.record.runs import RecordedRuns
 from coordinator.record.strikes import RecordedStrikes
 from coordinator.record.tasks import RecordedTasks
 from fedvit.errors import ConfigError
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 
 
-class Record:
-    """Seven repositories over one database. Raises Damaged if the database is a file that has lost all its runs."""
+class Record(AbstractContextManager["Record"]):
+    """Seven repositories over one database, which is closed at the end of a `with`.
+
+    Raises Damaged if the database is a file that has lost all its runs.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -39,6 +43,9 @@ class Record:
         if database.file and not self.runs.count() and has_lost(database.file):
             raise database.make_damaged_error("it holds no run")
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self.database.close()
 
@@ -50,10 +57,8 @@ def open_record(folder: Path, *, check: bool = True, reads_only: bool = False) -
     """
     if address := address_in(folder):
         return Record(Database(address, folder=folder, check=check, reads_only=reads_only))
-    try:
+    with name_failure(f"run folder {folder} cannot be made", ConfigError, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("FV1701", f"run folder {folder} cannot be made: {error.strerror}") from error
     return Record(Database(f"sqlite:///{folder / DATABASE_FILE}", check=check, reads_only=reads_only))
 
 
@@ -63,12 +68,10 @@ def open_copy(folder: Path) -> Record:
     Raises StorageFailed if the record cannot be read.
     """
     copied = TemporaryDirectory(prefix="fedvit-")
-    try:
+    with name_failure(f"cannot read {folder / DATABASE_FILE}"):
         for file in (folder / DATABASE_FILE, folder / f"{DATABASE_FILE}-wal"):
             if file.exists():
                 shutil.copyfile(file, Path(copied.name) / file.name)
-    except OSError as error:
-        raise storage_failed(f"cannot read {folder / DATABASE_FILE}", error) from error
     record = open_record(Path(copied.name), check=False)
     record.database.folder, record.database.copied = folder, copied
     return record

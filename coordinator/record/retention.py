@@ -21,7 +21,7 @@ from coordinator.record.scores import find_kept_best
 from coordinator.record.tables import ENDED, RunRecord
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
-from fedvit.files import WRITING, folder_bytes, storage_failed
+from fedvit.files import WRITING, folder_bytes, name_failure, storage_failed
 
 if TYPE_CHECKING:
     from coordinator.record.mirror import Mirror
@@ -63,11 +63,9 @@ def lock_service(out: Path) -> int:
 
 
 def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
-    try:
+    with name_failure(f"run folder {folder} cannot be used", ConfigError, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ConfigError("FV1701", f"run folder {folder} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -255,13 +253,10 @@ def _copies(folder: Path, dry_run: bool) -> Iterator[Removal]:
     """Remove copies of the record and notes that newer copies replace."""
     if not (folder / COPIES).is_dir():
         return
-    try:
-        with lock_copies(folder):
-            for file, why in find_unneeded(folder).items():
-                removal = Removal(what="copy", run=None, path=str(file), bytes=file.stat().st_size, why=why)
-                yield _apply(removal, file.unlink, dry_run)
-    except OSError as error:
-        raise storage_failed(f"cannot remove {folder / COPIES}", error) from error
+    with name_failure(f"cannot remove {folder / COPIES}"), lock_copies(folder):
+        for file, why in find_unneeded(folder).items():
+            removal = Removal(what="copy", run=None, path=str(file), bytes=file.stat().st_size, why=why)
+            yield _apply(removal, file.unlink, dry_run)
 
 
 def _explain_kept(run: str, error: StorageFailed) -> str:

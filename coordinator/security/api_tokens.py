@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure, storage_failed
 from fedvit.wire.topics import check_name
 
 FILE, LOCK = "api-tokens.json", "api-tokens.lock"
@@ -133,10 +133,8 @@ class ApiTokens:
     @contextmanager
     def _change(self) -> Iterator[list[ApiToken]]:
         """Change the tokens; other processes wait."""
-        try:
+        with name_failure(f"cannot write {self._file}"):
             handle = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise storage_failed(f"cannot write {self._file}", error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             tokens = list(self.list_all())

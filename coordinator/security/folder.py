@@ -38,7 +38,7 @@ from coordinator.security.registry import OpenToken, Registry, Rows, now
 from coordinator.security.rotations import RotationRows
 from coordinator.security.signing import PUBLISHER_KEY, GraphSigner
 from fedvit.errors import ConfigError, StorageFailed
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure
 from fedvit.hints import command
 from fedvit.public_keys import PUBLISHER_FILE, PublicKey, format_key, parse_key
 from fedvit.publisher import PublisherKey
@@ -265,13 +265,10 @@ class Deployment:
 
     def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
         """Append logins, so that a token's cost does not grow with the fleet; the next start checks all lines."""
-        try:
-            with self._logins.open("ab") as file:
-                file.write("".join(map(_login, tokens)).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise storage_failed(f"cannot write {self._logins}", error) from error
+        with name_failure(f"cannot write {self._logins}"), self._logins.open("ab") as file:
+            file.write("".join(map(_login, tokens)).encode())
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _registry_in(folder: Path) -> Registry:

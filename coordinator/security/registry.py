@@ -35,7 +35,7 @@ from coordinator.record.sqlite_errors import convert_error
 from coordinator.record.tables import AuditEntry
 from coordinator.security.registry_tables import AUDIT, CERTIFICATES, COUNTERS, DEVICES, REVOKED, TABLES, TOKENS
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 
 FORGET_TOKENS_S = 30 * 86_400.0
 """Time for which used and expired tokens are remembered, so that a device learns which of the two its token is."""
@@ -308,10 +308,8 @@ class Registry:
 
     def create(self) -> None:
         """Create the database and its tables."""
-        try:
+        with name_failure(f"cannot make {self.path}"):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        except OSError as error:
-            raise storage_failed(f"cannot make {self.path}", error) from error
         with self._transaction("BEGIN IMMEDIATE") as connection:
             TABLES.create_all(connection)
             connection.execute(insert(COUNTERS).values(generation=0, clock_s=now()))

@@ -32,7 +32,7 @@ from coordinator.record.record import Record, open_record
 from coordinator.record.retention import BLOBS, LOCK, SERVICE_LOCK, is_served
 from fedvit.blobs import ALGORITHM, BlobStore, digest_of_file
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
-from fedvit.files import WRITING, atomic_write, storage_failed, sync_file, sync_folder
+from fedvit.files import WRITING, atomic_write, name_failure, storage_failed, sync_file, sync_folder
 from fedvit.partials import PART
 
 log = logging.getLogger(__name__)
@@ -169,13 +169,11 @@ class BackupFolder:
         return [backup.name for backup in old]
 
     def _prepare(self) -> None:
-        try:
+        with name_failure(f"cannot use folder {self.folder}"):
             self.blobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
             for rest in self.folder.glob(f"{WRITING}*"):
                 rest.unlink()
-        except OSError as error:
-            raise storage_failed(f"cannot use folder {self.folder}", error) from error
 
     def _count_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.blobs.folder.glob("*/*"))
@@ -188,9 +186,9 @@ class BackupFolder:
             files = self._keep_files(folder, RUNS)
             with TemporaryDirectory(prefix="fedvit-") as place:
                 copy = Path(place) / DATABASE_FILE
-                with closing(open_existing_record(folder)) as live:
+                with open_existing_record(folder) as live:
                     live.database.back_up(copy)
-                with closing(open_record(Path(place), check=False)) as record:
+                with open_record(Path(place), check=False) as record:
                     needed = dict(_list_needed(record))
                     mirrors |= dict(_list_mirrors(record))
                 lacking = {digest: run for digest, run in needed.items() if not self._keep_blob(folder, run, digest)}
@@ -332,7 +330,7 @@ class BackupFolder:
 
 def adapt_runs(folder: Path, mirrors: Iterable[str] | None, before: str | None, after: str | None) -> None:
     """Change the recorded runs of a restored folder: mirrors are not written any more, and the deployment may move."""
-    with closing(open_record(folder)) as record:
+    with open_record(folder) as record:
         for run in record.runs.read_all():
             if run.id in (mirrors or ()):
                 config = {**run.config, "blobs": {**run.config.get("blobs", {}), "mirror": False, "url": None}}
@@ -343,9 +341,9 @@ def adapt_runs(folder: Path, mirrors: Iterable[str] | None, before: str | None, 
 
 def _move_record(folder: Path, url: str) -> None:
     """Move the record of a folder into an empty database of PostgreSQL. Raises ConfigError if that has runs."""
-    with closing(open_record(folder)) as record, TemporaryDirectory(prefix="fedvit-") as place:
+    with open_record(folder) as record, TemporaryDirectory(prefix="fedvit-") as place:
         use_database(Path(place), url)
-        with closing(open_record(Path(place))) as other:
+        with open_record(Path(place)) as other:
             if other.runs.count():
                 raise ConfigError("FV1634", "--record: that database has runs already and is not changed")
             other.database.fill_from(record.database)

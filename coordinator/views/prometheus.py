@@ -13,7 +13,6 @@ from coordinator.rounds.coordinator import Coordinator
 from coordinator.rounds.state import PauseCause
 from coordinator.rounds.tasks import TaskState
 from coordinator.run_view import DeviceView, RoundView, read_devices, read_newest_round
-from coordinator.views.certificate_metrics import read_certificate_metrics
 from coordinator.views.condition import find_pauses
 from coordinator.views.observed import Observed, Served
 from coordinator.views.prometheus_service import count_models, make_info, read_queue, read_service
@@ -85,6 +84,27 @@ class CoordinatorCollector(Collector):
             store.database.commits.longest_s(),
         )
         yield from families
+
+
+def read_certificate_metrics(observed: Observed) -> Iterator[Metric]:
+    """Read when certificates end; nothing without a deployment, or if its registry cannot be read."""
+    try:
+        ends = observed.certificates() if observed.certificates else None
+    except FedvitError:
+        return
+    if ends is None:
+        return
+    left = GaugeMetricFamily(
+        "fedvit_certificate_expires_seconds", "Time until a certificate ends.", labels=["certificate"]
+    )
+    for name, left_s in ends.left_s.items():
+        left.add_metric([name], left_s)
+    yield left
+    yield GaugeMetricFamily(
+        "fedvit_devices_certificate_ending",
+        "Devices whose certificate ends within 14 days, or has ended.",
+        ends.ending_devices,
+    )
 
 
 Values = float | None | Mapping[Any, float | None]

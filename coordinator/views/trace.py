@@ -13,6 +13,7 @@ from msgspec import Struct
 from coordinator.record.record import Record
 from coordinator.record.tasks import TaskHistory
 from fedvit.errors import ConfigError
+from fedvit.files import name_failure
 from fedvit.logs import OLD_FILES
 from fedvit.resources import ResourceUse
 from fedvit.task_names import KINDS, TaskName
@@ -192,16 +193,13 @@ class _Trace:
 def _read_lines(file: Path, number: int) -> Iterator[dict[str, Any]]:
     """Read the lines in JSON that may be about a round."""
     wanted = f'"round": {number}'.encode()
-    try:
-        with file.open("rb") as lines:
-            for raw in lines:
-                if raw.startswith(b"{") and wanted in raw:
-                    try:
-                        yield msgspec.json.decode(raw, type=dict[str, Any])
-                    except msgspec.MsgspecError:  # cut off when the process was killed
-                        continue
-    except OSError as error:
-        raise ConfigError("FV1629", f"log {file} cannot be read: {error.strerror or error}") from error
+    with name_failure(f"log {file} cannot be read", ConfigError, "FV1629"), file.open("rb") as lines:
+        for raw in lines:
+            if raw.startswith(b"{") and wanted in raw:
+                try:
+                    yield msgspec.json.decode(raw, type=dict[str, Any])
+                except msgspec.MsgspecError:  # cut off when the process was killed
+                    continue
 
 
 def _in_order(steps: list[TraceStep]) -> list[TraceStep]:

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from edge_client.agent import TICK_S, Agent
 from edge_client.health.guard import Guard, memory_message
 from edge_client.health.home import Home
-from edge_client.health.private_paths import PrivatePaths
 from edge_client.health.readiness import Readiness
-from edge_client.health.recent_log import RecentLog
+from edge_client.health.recent_log import PrivatePaths, RecentLog
 from edge_client.health.status import StatusFile
 from edge_client.health.trial import Trial
 from edge_client.link.answers import FailureText

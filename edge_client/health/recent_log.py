@@ -4,14 +4,31 @@ import logging
 import re
 from collections import deque
 from collections.abc import Collection
+from pathlib import Path
 
-from edge_client.health.private_paths import PrivatePaths
 from fedvit.logs import KeyValueFormatter
 from fedvit.wire.messages import MAX_LOG_TEXT
 
 MOST_LINES = 50
 LONGEST_RECORD = 2000
 """Letters of one record that are kept: its end, where a traceback names the error."""
+
+
+class PrivatePaths:
+    """Hides paths in some folders, each with everything that follows it up to the next field or the end of the line.
+
+    >>> PrivatePaths([Path("/home/ann")]).hide("image /home/ann/my pictures/a.png is damaged")
+    'image PATH'
+    """
+
+    def __init__(self, folders: Collection[Path]) -> None:
+        names = {str(form) for folder in folders for form in (folder, folder.absolute(), folder.resolve())}
+        names -= {"/", "."}
+        paths = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+        self._paths = re.compile(rf"(?:{paths}).*?(?=  | \w+=|$)", re.MULTILINE) if paths else None
+
+    def hide(self, text: str) -> str:
+        return self._paths.sub("PATH", text) if self._paths else text
 
 
 class RecentLog(logging.Handler):

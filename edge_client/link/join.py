@@ -29,7 +29,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from edge_client.link.identity import NEXT_CERTIFICATE, Identity, Membership
 from fedvit.errors import BadPayload, ConfigError, LinkDown, PeerRefused, StorageFailed
-from fedvit.files import atomic_write
+from fedvit.files import atomic_write, name_failure
 from fedvit.policy import POLICY_FILE
 from fedvit.public_keys import PUBLISHER_FILE
 from fedvit.transport.address import Address, describe_error
@@ -108,11 +108,9 @@ def _request(folder: Path, token: Token) -> bytes:
     key_file, request_file = (folder / f"joining-{token.id}.{kind}" for kind in ("key", "request"))
     if request_file.is_file() and key_file.is_file():
         return request_file.read_bytes()
-    try:
+    with name_failure(f"cannot make folder {folder}", StorageFailed, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-    except OSError as error:
-        raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, token.device)])
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, SHA256())

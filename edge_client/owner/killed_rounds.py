@@ -5,6 +5,7 @@ started again goes on after the newest stored round. It prints a line when a rou
 """
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from edge_client.owner.trials import TrialTrainer, load_trial
@@ -19,8 +20,7 @@ ROUNDS, STEPS = 6, 4
 
 def run_rounds(images: Path, vault: Vault, threads: int) -> None:
     """Train the rounds that the vault does not hold yet."""
-    trainer = TrialTrainer(images, threads)
-    try:
+    with closing(TrialTrainer(images, threads)) as trainer:
         trial = load_trial("float", STEPS)
         for number in range(vault.round_of(RUN) + 1, ROUNDS + 1):
             sys.stdout.write(f"round {number}\n")
@@ -30,8 +30,6 @@ def run_rounds(images: Path, vault: Vault, threads: int) -> None:
             assert trained  # nothing stops it, and no limit
             result = Result(RUN, number, "train", trained.samples, {}, ResourceUse())
             vault.commit(result, trained.tensors)
-    finally:
-        trainer.close()
 
 
 if __name__ == "__main__":

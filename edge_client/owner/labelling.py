@@ -12,6 +12,7 @@ from fedvit.data.label_file import LABEL_FILE, has_label_file
 from fedvit.data.layout import TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import DataError
+from fedvit.files import name_failure
 
 SKIP, UNDO, QUIT, ACCEPT = " ", "u", "q", "\n"
 KEYS = [key for key in string.digits[1:] + "0" + string.ascii_letters if key not in (UNDO, QUIT)]
@@ -129,11 +130,9 @@ def free_name(path: Path) -> Path:
 
 def move_file(source: Path, target: Path) -> None:
     """Rename a file into a folder that may not exist yet. Raises DataError."""
-    try:
+    with name_failure(f"cannot move {source} to {target}", DataError, "FV1413"):
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(source, target)
-    except OSError as error:
-        raise DataError("FV1413", f"cannot move {source} to {target}: {error.strerror}") from error
 
 
 def open_images(settings: DeviceSettings, state: Path) -> DeviceData | None:

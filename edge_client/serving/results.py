@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from edge_client.serving.models import Classification
 from edge_client.serving.server import RankedClass, describe_answers
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 
 MAX_RESULTS_BYTES = 10_000_000
 """Size at which a file is renamed to NAME.1, in the place of the one before."""
@@ -48,7 +48,7 @@ class ResultFile:
     def write(self, line: ResultLine) -> None:
         """Append a line. Raises StorageFailed."""
         content = msgspec.json.encode(line) + b"\n"
-        try:
+        with name_failure(f"cannot write {self._file}"):
             if self._file == STDOUT:
                 sys.stdout.buffer.write(content)
                 sys.stdout.buffer.flush()
@@ -62,5 +62,3 @@ class ResultFile:
                 if file.write(content) < len(content):  # the next line must not join the half of this one
                     file.truncate(size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise storage_failed(f"cannot write {self._file}", error) from error

@@ -23,6 +23,7 @@ from PIL import Image
 from fedvit.data.frigate import list_snapshots
 from fedvit.data.images import Pixels, is_image_name, read_image
 from fedvit.errors import ConfigError, DataError, LinkDown
+from fedvit.files import name_failure
 from fedvit.transport.backoff import Backoff
 
 log = logging.getLogger(__name__)
@@ -99,13 +100,11 @@ class FolderSource:
         return [self._folder / name for name in newest[-MOST_WAITING:]]
 
     def _list(self) -> dict[str, tuple[int, int]]:
-        try:
-            with os.scandir(self._folder) as entries:
-                files = _stat_files(entry for entry in entries if is_image_name(entry.name))
-                stamps = ((stat.st_mtime_ns, stat.st_size, file.name) for file, stat in files)
-                newest = heapq.nlargest(MOST_KNOWN, (stamp for stamp in stamps if stamp[0] >= self._oldest_ns))
-        except OSError as error:
-            raise DataError("FV1494", f"cannot list folder {self._folder}: {error.strerror}") from error
+        failure = name_failure(f"cannot list folder {self._folder}", DataError, "FV1494")
+        with failure, os.scandir(self._folder) as entries:
+            files = _stat_files(entry for entry in entries if is_image_name(entry.name))
+            stamps = ((stat.st_mtime_ns, stat.st_size, file.name) for file, stat in files)
+            newest = heapq.nlargest(MOST_KNOWN, (stamp for stamp in stamps if stamp[0] >= self._oldest_ns))
         if len(newest) == MOST_KNOWN:
             self._oldest_ns = newest[-1][0]
         return {name: (size, time_ns) for time_ns, size, name in newest}
@@ -225,11 +224,9 @@ def read_later(path: Path) -> Picture:
     """Return the picture in a file, which is read when it is answered."""
 
     def read(size: int) -> Pixels:
-        try:
+        with name_failure(f"cannot read image {path}", DataError, "FV1403"):
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise DataError("FV1403", f"cannot read image {path}: it exceeds {MAX_FILE_BYTES} bytes")
-        except OSError as error:
-            raise DataError("FV1403", f"cannot read image {path}: {error.strerror}") from error
         return read_image(path, size, decoded_bytes=DECODED_BYTES)
 
     return Picture(path.name, read)

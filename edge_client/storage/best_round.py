@@ -13,7 +13,7 @@ from edge_client.storage.task_notes import TaskNote, read_note, write_note
 from edge_client.storage.vault import Vault
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, Damaged, StorageFailed
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 from fedvit.program import decode_program
 from fedvit.wire.messages import Task
 
@@ -34,10 +34,8 @@ def keep_best(vault: Vault, run: str, best: int) -> None:
     """
     kept, found = best_task(vault, run), find_test(vault, run, best)
     if found is None:
-        try:
+        with name_failure(f"cannot delete {_file(vault, run)}"):
             _file(vault, run).unlink(missing_ok=True)
-        except OSError as error:
-            raise storage_failed(f"cannot delete {_file(vault, run)}", error) from error
     elif found != kept:
         write_note(_file(vault, run), found)
 

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from fedvit.files import make_folder, storage_failed, sync_folder
+from fedvit.files import make_folder, name_failure, sync_folder
 from fedvit.policy import find_needs
 from fedvit.program import Program
 from fedvit.quantities import format_bytes, format_count
@@ -216,7 +216,7 @@ class Ledger:
     def _add(self, line: LedgerLine, *, durable: bool = True) -> None:
         raw = msgspec.json.encode(line) + b"\n"
         file = self.folder / LEDGER_FILE
-        try:
+        with name_failure(f"cannot write {file}"):
             make_folder(self.folder)
             if file.exists() and file.stat().st_size + len(raw) > MAX_FILE_BYTES:
                 os.replace(file, self.folder / OLD_FILE)
@@ -233,8 +233,6 @@ class Ledger:
                 os.close(handle)
             if is_new:
                 sync_folder(self.folder)
-        except OSError as error:
-            raise storage_failed(f"cannot write {file}", error) from error
         self._take(line)
 
 

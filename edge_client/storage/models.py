@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from fedvit.comparison import Comparison
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import atomic_write, make_folder, storage_failed, sync_folder
+from fedvit.files import atomic_write, make_folder, name_failure, storage_failed, sync_folder
 from fedvit.wire.messages import Count
 from fedvit.wire.topics import is_name
 
@@ -135,11 +135,9 @@ class DeviceModels:
 
     def new_folder(self) -> Path:
         """Return the path of a folder that does not exist, for `add`. Raises StorageFailed."""
-        try:
+        with name_failure(f"cannot make {self.folder}"):
             self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.mkdir(exist_ok=True, mode=0o700)
-        except OSError as error:
-            raise storage_failed(f"cannot make {self.folder}", error) from error
         return self.folder / f"{_NEW}{secrets.token_hex(4)}"
 
     def add(self, model: DeviceModel, bundle: Path, *, mends: bool = False) -> DeviceModel:
@@ -237,10 +235,8 @@ class DeviceModels:
     def _lock_list(self) -> Iterator[ModelList]:
         """Lock the list for one change. Raises StorageFailed."""
         self.new_folder()
-        try:
+        with name_failure(f"cannot open {self.folder / _LOCK}"):
             handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise storage_failed(f"cannot open {self.folder / _LOCK}", error) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)  # others hold it for a file replacement only
             yield self.read()
@@ -250,13 +246,11 @@ class DeviceModels:
     def _move_in(self, bundle: Path, name: str) -> None:
         """Give a complete bundle its name. One that is there was not listed in time, or is withdrawn."""
         target = self.path(name)
-        try:
+        with name_failure(f"cannot move a bundle to {target}"):
             if target.exists():
                 target.rename(self.new_folder())
             bundle.rename(target)
             sync_folder(self.folder)
-        except OSError as error:
-            raise storage_failed(f"cannot move a bundle to {target}", error) from error
 
     def _replace(self, listed: ModelList) -> None:
         """Replace the list, then remove the folders of models that it does not have."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fedvit.files import atomic_write, storage_failed, sync_folder
+from fedvit.files import atomic_write, name_failure, storage_failed, sync_folder
 
 PAUSE_FILE = "paused"
 
@@ -27,10 +27,8 @@ class OwnerPause:
     def begin(self) -> None:
         """Pause the device, unless it is paused. Raises StorageFailed."""
         if not self.is_on():
-            try:
+            with name_failure(f"cannot make {self.file.parent}"):
                 self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            except OSError as error:
-                raise storage_failed(f"cannot make {self.file.parent}", error) from error
             atomic_write(self.file, b"", private=True)
 
     def end(self) -> None:

@@ -23,7 +23,7 @@ from edge_client.storage.round_files import (
 from edge_client.storage.sums import Sums, read_sums, write_sums
 from edge_client.storage.vault import Vault
 from fedvit.errors import Damaged
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure
 
 
 class Repair(NamedTuple):
@@ -70,7 +70,7 @@ def _return_to(home: Path, damaged: list[Path], to: Path | None) -> Repair:
     run, folders = home.name, {file.parent for file in damaged}
     pending = [folder for folder in folders if (folder / PENDING).exists()]
     listed = ", ".join(map(str, damaged))
-    try:
+    with name_failure(f"{listed} damaged, and cannot be moved within {home}"):
         if to:
             atomic_write(home / CURRENT, to.name.encode())
         for earlier in home.glob("damaged-*"):
@@ -80,8 +80,6 @@ def _return_to(home: Path, damaged: list[Path], to: Path | None) -> Repair:
                 folder.rename(home / f"damaged-{folder.name}")
         if not to:
             (home / CURRENT).unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_failed(f"{listed} damaged, and cannot be moved within {home}", error) from error
     if to and damaged == [home / CURRENT]:
         message = f"{listed} names no stored round: run {run!r} continues from {to.name}, the newest undamaged one"
     elif to:
@@ -115,11 +113,9 @@ def _repair_residual(vault: Vault, run: str, current: Path) -> list[Repair]:
     damaged = [file for file in listed if not vault.round_files.is_whole(file)]
     if not damaged:
         return []
-    try:
+    with name_failure(f"cannot delete {damaged[0]}, which is damaged"):
         for file in damaged:
             file.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_failed(f"cannot delete {damaged[0]}, which is damaged", error) from error
     files = {name: digest for name, digest in sums.files.items() if current / name not in damaged}
     write_sums(current, Sums(sums.generation, files))
     names = ", ".join(map(str, damaged))

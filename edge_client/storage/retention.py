@@ -19,7 +19,7 @@ from edge_client.storage.round_files import count_earlier_rounds, find_current
 from edge_client.storage.vault import Vault, finish_removals, list_removed, remove_run
 from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.files import WRITING, folder_bytes, storage_failed
+from fedvit.files import WRITING, folder_bytes, name_failure
 from fedvit.program import decode_program
 from fedvit.quantities import format_bytes
 
@@ -151,10 +151,8 @@ def remove_strays(base: Path, strays: list[Path], *, dry_run: bool) -> Report:
         for folder in strays
     ]
     for folder in () if dry_run else strays:
-        try:
+        with name_failure(f"cannot delete {folder}"):
             shutil.rmtree(folder)
-        except OSError as error:
-            raise storage_failed(f"cannot delete {folder}", error) from error
     return Report(
         state=str(base),
         dry_run=dry_run,
@@ -227,7 +225,5 @@ def _file(path: Path, why: str) -> Entry:
 
 
 def _delete(file: Path) -> None:
-    try:
+    with name_failure(f"cannot delete {file}"):
         file.unlink(missing_ok=True)
-    except OSError as error:
-        raise storage_failed(f"cannot delete {file}", error) from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from edge_client.settings import DeviceSettings
 from fedvit.blobs import digest_of
 from fedvit.errors import ConfigError
-from fedvit.files import atomic_write
+from fedvit.files import atomic_write, name_failure
 from fedvit.wire.topics import check_name
 
 
@@ -70,11 +70,9 @@ def existing_state(settings: DeviceSettings) -> Path:
 
 def lock_state(folder: Path) -> int:
     """Make sure that no other process uses this state. Raises ConfigError naming the one that does."""
-    try:
+    with name_failure(f"state folder {folder} cannot be used", ConfigError, "FV1411"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise ConfigError("FV1411", f"state folder {folder} cannot be used: {error.strerror}") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

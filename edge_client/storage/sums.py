@@ -6,7 +6,7 @@ import msgspec
 
 from fedvit.blobs import digest_of, medium_failed
 from fedvit.errors import BadPayload, StorageFailed
-from fedvit.files import atomic_write, storage_failed
+from fedvit.files import atomic_write, name_failure, storage_failed
 
 SUMS = "SUMS"
 _MAGIC = b"fedvit checked 1\n"
@@ -60,7 +60,5 @@ def check_digest(raw: bytes) -> bytes:
 
 def read_file(file: Path) -> bytes:
     """Raises StorageFailed."""
-    try:
+    with name_failure(f"cannot read {file}", StorageFailed, "FV1702"):
         return file.read_bytes()
-    except OSError as error:
-        raise StorageFailed("FV1702", f"cannot read {file}: {error.strerror}") from error

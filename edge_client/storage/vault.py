@@ -49,7 +49,7 @@ from edge_client.storage.task_notes import TaskNotes
 from edge_client.storage.vault_key import VaultKey
 from fedvit.blobs import digest_of
 from fedvit.errors import BadPayload, StorageFailed
-from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, storage_failed, sync_folder
+from fedvit.files import WRITING, atomic_write, folder_bytes, make_folder, name_failure, sync_folder
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Result
 from fedvit.wire.topics import is_name
@@ -189,10 +189,8 @@ class Vault:
             if not accepted:
                 # before PENDING is removed: else a power cut would make the result accepted
                 atomic_write(folder / REFUSED, b"")
-            try:
+            with name_failure(f"cannot delete {folder / PENDING}", StorageFailed, "FV1703"):
                 (folder / PENDING).unlink(missing_ok=True)
-            except OSError as error:
-                raise StorageFailed("FV1703", f"cannot delete {folder / PENDING}: {error.strerror}") from error
 
     def folders(self) -> list[str]:
         """Return the runs that have a folder here, in no order."""
@@ -215,10 +213,8 @@ class Vault:
     def reopen(self, run: str) -> None:
         """Remove the mark of `end`: a task of the run arrived. Raises StorageFailed."""
         file = self.path(run) / _OVER
-        try:
+        with name_failure(f"cannot delete {file}"):
             file.unlink(missing_ok=True)
-        except OSError as error:
-            raise storage_failed(f"cannot delete {file}", error) from error
 
     def is_over(self, run: str) -> bool:
         """Return True if this device was informed that the run is over for good."""
@@ -255,14 +251,12 @@ def remove_run(vault: Vault, run: str) -> None:
     Raises StorageFailed; files that could not be deleted are then listed by `list_removed`.
     """
     home, removed = vault.path(run), vault.folder / _REMOVED
-    try:
+    with name_failure(f"cannot remove {home}"):
         if home.is_dir():
             make_folder(removed)
             home.rename(removed / secrets.token_hex(8))
             sync_folder(removed)
             sync_folder(vault.folder)  # before anything is deleted: else a power cut could restore half of it
-    except OSError as error:
-        raise storage_failed(f"cannot remove {home}", error) from error
     finish_removals(vault)
 
 
@@ -274,7 +268,5 @@ def list_removed(vault: Vault) -> list[Path]:
 def finish_removals(vault: Vault) -> None:
     """Delete the remains of runs whose removal was interrupted. Raises StorageFailed."""
     for folder in list_removed(vault):
-        try:
+        with name_failure(f"cannot delete {folder}"):
             shutil.rmtree(folder)
-        except OSError as error:
-            raise storage_failed(f"cannot delete {folder}", error) from error

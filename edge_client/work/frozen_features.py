@@ -20,7 +20,7 @@ from edge_client.work.batches import Fed, batch_rows, pad_rows, training_length
 from edge_client.work.steps import Graph
 from fedvit.data.folder import Split
 from fedvit.data.images import Flags, Indices, normalise, unfold
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 from fedvit.program import SEEDS, Program, Train
 from fedvit.tensors import Array
 
@@ -51,10 +51,8 @@ class CutGraph:
 
 def open_features(file: Path) -> int:
     """Open a file of features for reading and writing. Raises StorageFailed."""
-    try:
+    with name_failure(f"cannot open {file}"):
         return os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise storage_failed(f"cannot open {file}", error) from error
 
 
 def count_flops(flops: int, cut: CutGraph | None, runs: int, computed: int) -> int:

@@ -291,11 +291,8 @@ class Runtime:
         def load(content: bytes) -> Graph:
             return self._load(f"{program.graphs[phase.graph].digest}, its first part,", content)
 
-        frozen = FrozenFeatures(cut, self.open_features(cut.file), load, program, values, images)
-        try:
+        with closing(FrozenFeatures(cut, self.open_features(cut.file), load, program, values, images)) as frozen:
             yield frozen.batches(phase, order_rng, mask_rng)
-        finally:
-            frozen.close()
 
     # --- evaluation -----------------------------------------------------------------------------------
 

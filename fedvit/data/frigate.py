@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from fedvit.data.layout import Found, Layout
 from fedvit.errors import DataError
+from fedvit.files import name_failure
 
 SETTINGS = "frigate.toml"
 EVENTS = "frigate-events.json"
@@ -112,20 +113,17 @@ def list_snapshots(folder: Path) -> list[tuple[Path, str, str]]:
     """List the newest whole snapshots with camera and event; of each one the copy without boxes, if it is there."""
     found: dict[str, tuple[bool, Path, str]] = {}
     now_s = time.time()
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                match = _SNAPSHOT.fullmatch(entry.name)
-                if match is None or not entry.is_file():
-                    continue
-                if 0 <= now_s - entry.stat().st_mtime < SETTLED_S:
-                    found[match["event"]] = (True, Path(), "")  # both files of an event count together
-                    continue
-                is_clean = match["clean"] is not None
-                if match["event"] not in found or is_clean > found[match["event"]][0]:
-                    found[match["event"]] = (is_clean, Path(entry.path), match["camera"])
-    except OSError as error:
-        raise DataError("FV1402", f"cannot list folder {folder}: {error.strerror}") from error
+    with name_failure(f"cannot list folder {folder}", DataError, "FV1402"), os.scandir(folder) as entries:
+        for entry in entries:
+            match = _SNAPSHOT.fullmatch(entry.name)
+            if match is None or not entry.is_file():
+                continue
+            if 0 <= now_s - entry.stat().st_mtime < SETTLED_S:
+                found[match["event"]] = (True, Path(), "")  # both files of an event count together
+                continue
+            is_clean = match["clean"] is not None
+            if match["event"] not in found or is_clean > found[match["event"]][0]:
+                found[match["event"]] = (is_clean, Path(entry.path), match["camera"])
     newest = sorted(found, key=lambda event: (float(event.partition("-")[0]), event))[-MOST_SNAPSHOTS:]
     return [(path, camera, event) for event in newest for _, path, camera in (found[event],) if camera]
 

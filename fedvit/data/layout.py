@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from fedvit.data.images import is_image_name
 from fedvit.errors import DataError
+from fedvit.files import name_failure
 
 File = TypeVar("File")
 
@@ -80,7 +81,7 @@ def read_tree(folder: Path, depth: int) -> Tree[Path]:
     Raises DataError, naming the folder, when one cannot be listed.
     """
     tree: Tree[Path] = Tree()
-    try:
+    with name_failure(f"cannot list folder {folder}", DataError, "FV1402"):
         for path in folder.iterdir():
             if is_hidden(path.name):
                 continue
@@ -90,8 +91,6 @@ def read_tree(folder: Path, depth: int) -> Tree[Path]:
                 tree.images[path.name] = path
             else:
                 tree.others.append(path)
-    except OSError as error:
-        raise DataError("FV1402", f"cannot list folder {folder}: {error.strerror}") from error
     return tree
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from fedvit.blobs import BlobStore
-from fedvit.files import storage_failed
+from fedvit.files import name_failure
 from fedvit.transport.base import Transport
 from fedvit.wire.messages import BlobNack, Manifest, TransferMessage, UseDedicatedTopic
 from fedvit.wire.outgoing import Outgoing
@@ -228,10 +228,8 @@ class ChunkSender:
 def content_of(blobs: BlobStore, manifest: Manifest) -> bytes | mmap.mmap:
     """Small blobs are read, as a mapped file stays open; blobs made for one device are often small."""
     path = blobs.path(manifest.digest)
-    try:
+    with name_failure(f"cannot read {path}"):
         if manifest.chunks == 1:
             return blobs.get(manifest.digest)
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise storage_failed(f"cannot read {path}", error) from error

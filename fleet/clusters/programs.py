@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedvit.errors import StorageFailed
-from fedvit.files import private_files, storage_failed
+from fedvit.files import name_failure, private_files
 from fleet.processes import Fleet, program
 
 Files = dict[str, bytes]
@@ -69,7 +69,7 @@ def unpack(files: Files, folder: Path) -> None:
     Raises StorageFailed.
     """
     new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
-    try:
+    with name_failure(f"cannot write {folder}"):
         shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
         new.mkdir(parents=True)
@@ -83,8 +83,6 @@ def unpack(files: Files, folder: Path) -> None:
             folder.rename(old)
         new.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
-        raise storage_failed(f"cannot write {folder}", error) from error
 
 
 def run_program(job: ProgramJob, parts: Files, work: Files, node: str) -> Iterator[ProgramReport]:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from fedvit.data.images import Indices, Pixels
 from fedvit.errors import DataError
+from fedvit.files import name_failure
 from fleet.datasets.cifar100 import FINE
 from fleet.datasets.pickles import read_pickle
 from fleet.datasets.samples import ArrayImages, Samples
@@ -99,10 +100,8 @@ def _whole_numbers(path: Path, key: str, value: object) -> Indices:
 
 
 def _content(path: Path) -> bytes:
-    try:
+    with name_failure(f"{path}", DataError, "FV2008"):
         return path.read_bytes()
-    except OSError as error:
-        raise DataError("FV2008", f"{path}: {error.strerror or error}") from error
 
 
 def _describe(value: object) -> str:

@@ -222,11 +222,8 @@ def make_result(cell: GridCell, summary: RunView, *, wall_s: float) -> CellResul
 
 def _score_devices(result: CellResult, out: Path, number: int) -> CellResult:
     """Add the scores of the last evaluation that weigh classes equally, if all devices counted answers by class."""
-    store = open_record(out)
-    try:
+    with open_record(out) as store:
         tested = [entry for entry in store.tasks.read_used_in(RUN, number, "evaluate") if entry.samples]
-    finally:
-        store.close()
     scores = {entry.device: score for entry in tested if (score := score_classes(entry.by_class))}
     if not scores or len(scores) < len(tested):
         return result

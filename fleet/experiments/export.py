@@ -9,6 +9,7 @@ from rich.text import Text
 
 from fedvit.command_line import print_json
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import name_failure
 from fleet.experiments.paper_figures import FigureStyle, check_font
 from fleet.experiments.report import terminal_report
 from fleet.experiments.report_tables import describe_missing
@@ -93,8 +94,6 @@ def _write_files(outcome: ExperimentOutcome, tests: list[SignedRankTest], flags:
 
 
 def _make_folder(folder: Path) -> Path:
-    try:
+    with name_failure(f"cannot write to {folder}", StorageFailed, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageFailed("FV1701", f"cannot write to {folder}: {error.strerror or error}") from error
     return folder

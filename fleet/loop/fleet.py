@@ -4,7 +4,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ class LoopFleet:
             raise self._make_error(f"run {run} was not submitted: {self._last_line(f'submit-{run}')}")
 
         def look() -> ModelView | None:
-            with closing(open_existing_record(self.runs)) as store:
+            with open_existing_record(self.runs) as store:
                 found = [model for model in list_models(store) if model.run == run]
                 if not found and (record := store.runs.read(run)).status in ("failed", "cancelled"):
                     raise self._make_error(f"run {run} is {record.status}: {record.reason}")
@@ -116,7 +115,7 @@ class LoopFleet:
         """Wait until a model is promoted on all devices."""
 
         def look() -> bool:
-            with closing(open_existing_record(self.runs)) as store:
+            with open_existing_record(self.runs) as store:
                 found = read_model(store, model)
             return found.stage == "champion" and found.states.get("champion") == len(self.devices)
 
@@ -130,7 +129,7 @@ class LoopFleet:
         """Wait until the coordinator knows of drift on so many devices."""
 
         def look() -> bool:
-            with closing(open_existing_record(self.runs)) as store:
+            with open_existing_record(self.runs) as store:
                 return store.models.count_drifted() >= devices
 
         self.wait(look, "the coordinator does not hear of drift")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -196,8 +197,7 @@ def test_a_run_with_an_emulated_device(
 ) -> None:
     """A Raspberry Pi 4 and an x86 device train over mosquitto. Beside a run of x86 devices alone, with the same images
     and seeds, the update of the Pi differs by rounding."""
-    stage = Stage(tmp_path, parts, cache)
-    try:
+    with closing(Stage(tmp_path, parts, cache)) as stage:
         config = tmp_path / "run.toml"
         config.write_text(toml(RUN))
         given = ["start", "--runs", str(stage.out), "--broker", "mosquitto", "--broker.port", str(stage.port)]
@@ -214,8 +214,6 @@ def test_a_run_with_an_emulated_device(
             assert process.wait(1800) == 0, stage.log(name)
         shown = stage.show()
         got = unpack(stage.model())
-    finally:
-        stage.close()
     assert [entry["accepted"] for entry in shown["rounds"]] == [2, 2]
     assert not shown["refusals"]
 

@@ -106,13 +106,10 @@ def _with(flag: str) -> set[str]:
 # --- flags --------------------------------------------------------------------------------------------
 
 
-def test_every_command_is_listed_here() -> None:
-    """A new command has to be placed: it prints JSON, or it has nothing to list."""
+def test_commands_with_and_without_json_are_listed_here() -> None:
+    # every command is listed here: A new command has to be placed: it prints JSON, or it has nothing to list
     assert COMMANDS.keys() == WITH_JSON | WITHOUT_JSON
     assert not WITH_JSON & WITHOUT_JSON
-
-
-def test_what_lists_or_shows_has_json() -> None:
     assert _with("--json") == WITH_JSON
     texts = {option.help for name in WITH_JSON if (option := _option(COMMANDS[name], "--json"))}
     assert texts == {"Print one JSON document, and nothing else."}
@@ -203,12 +200,11 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything that the commands below look at."""
     folder = tmp_path_factory.mktemp("here")
-    store = open_record(folder / "runs")
-    for name in ("done", "other"):
-        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
-        store.runs.update(name, status="finished")
-    store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
-    store.close()
+    with open_record(folder / "runs") as store:
+        for name in ("done", "other"):
+            store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg")))
+            store.runs.update(name, status="finished")
+        store.runs.create("half", msgspec.to_builtins(RunConfig(method="fedavg")))
     (folder / "runs" / "done").mkdir()
     status = {"at": "2026-01-02T03:04:05+00:00", "doing": "x", "waiting_for": [], "resting": [], "online": 0}
     (folder / "runs" / "done" / "status.json").write_text(json.dumps(status))

@@ -254,15 +254,12 @@ def test_tags_are_read_without_decoding(name: str) -> None:
 # --- golden bytes -------------------------------------------------------------------------------------
 
 
-def test_every_message_has_an_example() -> None:
+def test_every_message_has_an_example_and_a_golden_file() -> None:
     defined = {kind for kind in vars(messages).values() if isinstance(kind, type) and issubclass(kind, Message)}
     assert set(TYPES) == defined - {Message}, "a message is not in the union of those that are read"
     assert set(typing.get_args(FromDevice | FromCoordinator)) == set(TYPES)
     for kind in TYPES:
         assert type(EXAMPLES.get(tag_of(kind))) is kind, f"no example of {kind.__name__}"
-
-
-def test_golden_files_and_examples_belong_together() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == set(EXAMPLES), "see the top of this file"
 
 
@@ -490,13 +487,10 @@ def make_ended(size: int) -> RunEnded:
     return RunEnded("r", "x" * (size - 14))
 
 
-def test_the_largest_message() -> None:
+def test_messages_beyond_the_largest_are_refused_by_both_sides() -> None:
     raw = encode(make_ended(MAX_MESSAGE_BYTES))
     assert len(raw) == MAX_MESSAGE_BYTES
     assert decode(raw) == make_ended(MAX_MESSAGE_BYTES)
-
-
-def test_a_larger_message_is_refused_by_both_sides() -> None:
     size = str(MAX_MESSAGE_BYTES + 1)
     with pytest.raises(BadPayload, check=has_code("FV2301", f"RunEnded message of {size}")):
         encode(make_ended(MAX_MESSAGE_BYTES + 1))

@@ -830,9 +830,8 @@ def test_coded_bytes_are_known_beforehand(case: Case, recorded: Record) -> None:
 def test_devices_make_the_tensors_that_the_server_refers_to(case: Case, recorded: Record) -> None:
     """After round 1 nobody fetches a coded group whole; and what a task names is what the store's record names."""
     run = recorded(case)
-    store = open_record(run.folder.parent)
-    states = [record.state for record in store.rounds.read_all(case.id) if record.state]
-    store.close()
+    with open_record(run.folder.parent) as store:
+        states = [record.state for record in store.rounds.read_all(case.id) if record.state]
     blobs = BlobStore(run.folder / "blobs")
     assert any(reference.links for reference in states[-1].references.values())
     for device, task in run.tasks:
@@ -873,20 +872,19 @@ def test_devices_that_come_later_learn_an_embedding(
     novel = Case("later", "fedtp", {"server_lr": 0.5, "novel": "own"})
     values = {**settings(novel, 0, device_folders), "start_from": "first"}
     later = simulate(RunRequest(device_folders[2:], values, out=tmp_path, run="later", graph_cache=graph_cache))
-    store = open_record(tmp_path)
-    [*_, trained] = [record.state for record in store.rounds.read_all("first") if record.state]
-    [*_, adapted] = [record.state for record in store.rounds.read_all("later") if record.state]
-    before = load_state(trained, BlobStore(tmp_path / "first" / "blobs"))
-    after = load_state(adapted, BlobStore(later.folder / "blobs"))
-    assert not after.tensors, "shared tensors are sent once, not each round"
-    for name, value in before.memory.items():
-        assert after.memory[name].tobytes() == value.tobytes(), name
-    assert not [name for name in after.memory.keys() - before.memory.keys() if "device-2" not in name]
-    rule = novel.method().server_rule(build_model(novel.method(), SMALL, 10, seed=0, options=MODEL))
-    first = rule.generate(before, "device-2", 0)
-    assert bits(first) != bits(rule.generate(after, "device-2", 0))
-    blobs, digest = BlobStore(later.folder / "blobs"), store.runs.read("later").program
-    store.close()
+    with open_record(tmp_path) as store:
+        [*_, trained] = [record.state for record in store.rounds.read_all("first") if record.state]
+        [*_, adapted] = [record.state for record in store.rounds.read_all("later") if record.state]
+        before = load_state(trained, BlobStore(tmp_path / "first" / "blobs"))
+        after = load_state(adapted, BlobStore(later.folder / "blobs"))
+        assert not after.tensors, "shared tensors are sent once, not each round"
+        for name, value in before.memory.items():
+            assert after.memory[name].tobytes() == value.tobytes(), name
+        assert not [name for name in after.memory.keys() - before.memory.keys() if "device-2" not in name]
+        rule = novel.method().server_rule(build_model(novel.method(), SMALL, 10, seed=0, options=MODEL))
+        first = rule.generate(before, "device-2", 0)
+        assert bits(first) != bits(rule.generate(after, "device-2", 0))
+        blobs, digest = BlobStore(later.folder / "blobs"), store.runs.read("later").program
     assert digest is not None
     frozen = decode_program(blobs.get(digest)).groups["shared"]
     assert (frozen.role, frozen.initial is None) == (Role.FROZEN, False)

@@ -53,11 +53,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(module, None)
 
 
-def test_a_method_of_a_package_is_made_as_others_are() -> None:
+def test_a_method_of_a_package_is_made_as_others_are_and_its_options_checked() -> None:
     method = make_method("norms_alone", {"lr": 0.5, "strength": 2.0})
     assert type(method).__module__ == "acme_norms"
     assert method.lr == 0.5
     assert method_names() == sorted({*METHODS, *BROKEN, "norms_alone"})
+    with pytest.raises(ConfigError, check=has_code("FV1101", "'strength'")):
+        make_method("norms_alone", {"strenght": 2.0})
 
 
 def test_names_of_a_package_are_known_without_importing_it() -> None:
@@ -65,11 +67,6 @@ def test_names_of_a_package_are_known_without_importing_it() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1101", "'norms_alone'")):
         known_names.check_names("norms_alon")
     assert "acme_norms" not in sys.modules
-
-
-def test_options_of_a_method_of_a_package_are_checked_once_it_is_imported() -> None:
-    with pytest.raises(ConfigError, check=has_code("FV1101", "'strength'")):
-        make_method("norms_alone", {"strenght": 2.0})
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -148,12 +148,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("acme_plugins", None)
 
 
-def test_every_kind_has_laws_and_a_loader() -> None:
+def test_tables_of_plugins_are_complete() -> None:
     assert {*plugins.KINDS} == LAWS.keys() == LOADERS.keys() == OWN.keys()
     assert len({kind.group for kind in plugins.KINDS}) == len(plugins.KINDS)
-
-
-def test_names_that_need_no_import_are_those_of_the_tables() -> None:
     assert tuple(AGGREGATORS) == robust.AGGREGATORS
     assert (*READ_NO_ANSWERS, *BY_ANSWERS) == SELECTIONS
 
@@ -175,8 +172,11 @@ def test_a_name_of_two_packages_is_refused_without_importing_them(kind: PluginKi
     assert "acme_plugins" not in sys.modules
 
 
-def test_names_are_listed_without_importing_packages() -> None:
+def test_names_are_listed_and_configured_without_importing_packages() -> None:
     assert {"doubled", "raising", "iid"} <= {*partition_names()}
+    assert "acme_plugins" not in sys.modules
+    run = make_config({"method": "fedavg", "selection": "one", "robust": {"aggregator": "raising"}}, "test").run
+    check_config(run, "test")
     assert "acme_plugins" not in sys.modules
 
 
@@ -187,12 +187,6 @@ def test_options_of_a_partition_of_a_package_are_checked() -> None:
         make_partition("doubled", first="3.5")
     with pytest.raises(ConfigError, check=has_code("FV2002", "did you mean 'doubled'")):
         make_partition("double")
-
-
-def test_a_configuration_names_plugins_without_importing_them() -> None:
-    run = make_config({"method": "fedavg", "selection": "one", "robust": {"aggregator": "raising"}}, "test").run
-    check_config(run, "test")
-    assert "acme_plugins" not in sys.modules
 
 
 @pytest.mark.parametrize("values", [{"selection": "two"}, {"robust": {"aggregator": "rising"}}])

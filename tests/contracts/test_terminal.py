@@ -209,12 +209,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs, a deployment, and a device's images and state, all full of attacks."""
     tmp_path = tmp_path_factory.mktemp("world")
     _record(tmp_path / "runs")
-    spare = open_record(tmp_path / "spare")
-    spare.runs.create(ATTACK, {"method": "fedavg"})
-    spare.close()
-    served = open_record(tmp_path / "served")
-    served.runs.submit(ATTACK, {"method": "fedavg"})
-    served.close()
+    with open_record(tmp_path / "spare") as spare:
+        spare.runs.create(ATTACK, {"method": "fedavg"})
+    with open_record(tmp_path / "served") as served:
+        served.runs.submit(ATTACK, {"method": "fedavg"})
     made = CliRunner().invoke(PROGRAMS["coordinator"], ["init", str(tmp_path / "deployment"), "--port", "0"])
     assert made.exit_code == 0, made.output
     with Deployment.open(tmp_path / "deployment").registry.change() as rows:

@@ -77,9 +77,10 @@ class Trained(NamedTuple):
 
     def tested(self) -> tuple[int, int]:
         """Right answers and images of the device's last evaluation in the run."""
-        store = open_record(self.runs)
-        [*_, last] = [entry for entry in store.tasks.read_results(self.name, kind="evaluate") if entry.device == DEVICE]
-        store.close()
+        with open_record(self.runs) as store:
+            [*_, last] = [
+                entry for entry in store.tasks.read_results(self.name, kind="evaluate") if entry.device == DEVICE
+            ]
         return int(last.metrics["correct"]), last.samples
 
 
@@ -388,15 +389,14 @@ def test_a_run_that_is_not_whole_is_named(copied: Callable[[str], Trained], tmp_
     made = run.runs / run.name / "generated" / f"{DEVICE}.safetensors"
     made.write_bytes(b"cut")
     assert_refused(on_server(run, out, "--device", DEVICE), StorageFailed, made)
-    store = open_record(run.runs)
-    config = store.runs.read(run.name).config
-    store.runs.update(run.name, status="interrupted")
-    assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
-    store.runs.update(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
-    assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
-    store.runs.create("young", config)
-    assert_refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
-    store.close()
+    with open_record(run.runs) as store:
+        config = store.runs.read(run.name).config
+        store.runs.update(run.name, status="interrupted")
+        assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, run.name, "interrupted", "--resume")
+        store.runs.update(run.name, config={**config, "variants": {"device-*": {"epochs": 2}}})
+        assert_refused(on_server(run, out, "--device", DEVICE), ConfigError, "'device-*'", "edge-client export")
+        store.runs.create("young", config)
+        assert_refused(on_server(run._replace(name="young"), out), ConfigError, "'young'", "closed no round")
     held, blobs = run.program()
     graph = blobs.path(held.graphs[held.evaluate.graph].digest)
     graph.unlink()

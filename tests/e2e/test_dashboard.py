@@ -106,7 +106,7 @@ def test_runs_are_listed_with_their_progress(tab: Tab, address: str) -> None:
 
 def test_runs_are_searched_filtered_sorted_and_in_pages(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
-    with closing(open_record(folder)) as store:
+    with open_record(folder) as store:
         other_runs(store, 120, rounds=1, devices=1)
     with served(folder) as address, browser.tab() as tab:
         let_in(browser, folder, address)
@@ -368,7 +368,7 @@ def test_experiment_that_is_gone_is_said_in_the_page(tab: Tab, address: str) -> 
 def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> None:
     """First the command that makes them, then what it wrote, without a reload."""
     folder = tmp_path / "runs"
-    with closing(open_record(folder)) as store:
+    with open_record(folder) as store:
         store.runs.submit("night", {"method": "fedavg", "model": "vit_tiny", "rounds": 4})
     forecast = Forecast(
         at="2026-11-22T09:00:00+00:00", images=500, test_images=100,

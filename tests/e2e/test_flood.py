@@ -44,13 +44,10 @@ def test_a_flood_ends_with_revocation(tmp_path: Path, cache: Path, monkeypatch: 
         assert max(peak, coordinator.memory_info().rss) - before < GROWTH_BYTES
         with Client(stage.parties.as_attacker, "again") as again:
             assert not again.connected
-        store = stage.store()
-        try:
+        with stage.store() as store:
             kinds = {(entry.device, entry.kind) for entry in store.devices.read_refusals(RUN)}
             assert {(ATTACKER, "flood"), (ATTACKER, "hello")} <= kinds
             assert not {kind for device, kind in kinds if device == HONEST}
-        finally:
-            store.close()
     printed = (tmp_path / "coordinator.log").read_text()
     assert "its certificate is revoked" in printed
     assert printed.count("was refused") == 1, "one line, whatever the reasons"

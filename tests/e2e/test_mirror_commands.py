@@ -84,7 +84,7 @@ def test_export_reads_from_the_mirror_what_this_machine_has_not(world: World, tm
 
 
 def test_export_names_what_is_damaged_in_both_places(world: World, tmp_path: Path) -> None:
-    with closing(open_record(world.runs, check=False, reads_only=True)) as store:
+    with open_record(world.runs, check=False, reads_only=True) as store:
         program = store.runs.read(RUN).program
     assert program is not None
     name = f"blobs/{program.partition(':')[2]}"

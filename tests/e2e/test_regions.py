@@ -4,7 +4,6 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
     assert north.query(counted) == [(number, name) for number in (1, 2) for name in NORTH]
     assert world.stages["centre"].query(counted) == [(number, name) for number in (1, 2) for name in ("north", "south")]
 
-    with closing(open_record(world.stages["centre"].out, check=False)) as store:
+    with open_record(world.stages["centre"].out, check=False) as store:
         tested = store.tasks.read_results("run", 2, "evaluate")
     resumed = Forked(
         "coordinator.cli", ["start", "--resume", "run", "--runs", str(north.out)], tmp_path / "log", north.environment
@@ -143,7 +142,7 @@ def test_two_regions_give_the_mean_of_one_coordinator_though_one_is_killed(
     assert north.finish(north.keep(resumed), "coordinator") == 2
     assert "the same `fleet region` command resumes it" in (tmp_path / "log").read_text()
 
-    with closing(open_record(single, check=False)) as store:
+    with open_record(single, check=False) as store:
         tested_alone = store.tasks.read_results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     assert sum(result.samples for result in tested) == sum(result.samples for result in tested_alone)
@@ -179,9 +178,9 @@ def test_region_of_regions_gives_the_mean_of_one_coordinator(world: World, singl
     }
     assert right["south"]["north"] == sum(right["north"].values())
     assert right["centre"] == {"south": sum(right["south"].values())}
-    with closing(open_record(world.stages["centre"].out, check=False)) as store:
+    with open_record(world.stages["centre"].out, check=False) as store:
         tested = store.tasks.read_results("run", 2, "evaluate")
-    with closing(open_record(single, check=False)) as store:
+    with open_record(single, check=False) as store:
         tested_alone = store.tasks.read_results("single", 2, "evaluate")
     assert images_by_class(tested) == images_by_class(tested_alone)
     world.check_model(single / "single")

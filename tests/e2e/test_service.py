@@ -158,12 +158,11 @@ def test_service_that_is_killed_resumes_its_run_before_the_queue(stage: Stage) -
 @pytest.mark.slow
 def test_service_cleans_up_its_folder(stage: Stage) -> None:
     """By the policy of the newest run; not with `--gc-every-h 0`."""
-    store = open_record(stage.out)
-    for name in ("old", "new"):
-        store.runs.create(name, {"keep_runs": 1})
-        store.runs.update(name, status="finished")
-        (stage.out / name / "blobs").mkdir(parents=True)
-    store.close()
+    with open_record(stage.out) as store:
+        for name in ("old", "new"):
+            store.runs.create(name, {"keep_runs": 1})
+            store.runs.update(name, status="finished")
+            (stage.out / name / "blobs").mkdir(parents=True)
     stray = stage.out / "record.copies" / ".writing-half"
     stray.parent.mkdir()
     stray.write_bytes(bytes(1000))

@@ -24,9 +24,8 @@ LONGEST_WAIT_S = 0.3
 
 def test_a_coordinator_that_waits_for_devices_has_no_torch(stage: Stage) -> None:
     """As it is started by an operator. Its worker process is there already, and ends with it, by Ctrl-C."""
-    store = open_record(stage.out)
-    store.runs.create("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
-    store.close()
+    with open_record(stage.out) as store:
+        store.runs.create("run", msgspec.to_builtins(make_config({**CONFIG, "devices": 1}, "test").run))
     given = ["start", "--runs", str(stage.out), "--broker", "embedded", "--broker.port", str(stage.port), "--resume"]
     coordinator = stage.start("coordinator", [*program("coordinator.cli"), *given])
     wait_for(lambda: "waiting for 1 device" in stage.log("coordinator"), "the coordinator to wait")

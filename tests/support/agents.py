@@ -11,7 +11,7 @@ import numpy as np
 
 from edge_client.agent import Agent
 from edge_client.health.guard import Guard
-from edge_client.health.private_paths import PrivatePaths
+from edge_client.health.recent_log import PrivatePaths
 from edge_client.health.status import StatusFile
 from edge_client.link.answers import FailureText
 from edge_client.link.device_link import DeviceIdentity, DeviceLink

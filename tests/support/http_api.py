@@ -55,8 +55,7 @@ class Api:
 @contextmanager
 def serve_api(runs: Path, deployment: Deployment | None = None, backups: Path | None = None) -> Iterator[Api]:
     """Serve the API of a folder with a record."""
-    store = open_to_watch(runs)
-    try:
+    with open_to_watch(runs) as store:
         credentials = ApiCredentials(ApiTokens(runs), PASSWORD)
         site = ApiSite(
             RecordReader(store, runs), runs, credentials, deployment, BackupFolder(backups) if backups else None
@@ -64,5 +63,3 @@ def serve_api(runs: Path, deployment: Deployment | None = None, backups: Path | 
         api = Api(site)
         with api.client:
             yield api
-    finally:
-        store.close()

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -63,11 +63,8 @@ class Receiver:
 @contextmanager
 def receive_spans() -> Iterator[Receiver]:
     """Provide a receiver within the block."""
-    receiver = Receiver()
-    try:
+    with closing(Receiver()) as receiver:
         yield receiver
-    finally:
-        receiver.close()
 
 
 def _read(content: bytes) -> Iterator[ReceivedSpan]:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -222,13 +222,10 @@ class Serving(NamedTuple):
 def request(
     port: int, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request(method, path, body, headers or {})
         response = connection.getresponse()
         return response.status, json.loads(response.read())
-    finally:
-        connection.close()
 
 
 def start_serving(

@@ -180,16 +180,14 @@ def test_texts_have_no_private_phrases(folder: str) -> None:
     assert not uses, shown(uses)
 
 
-def test_commands_that_write_no_file_have_no_out() -> None:
-    """--out names what a command writes, and never the folder of runs that it reads."""
+def test_pages_and_commands_use_no_out_for_the_folder_of_runs() -> None:
+    # commands that write no file have no out: --out names what a command writes, and never the folder of runs that
+    # it reads
     commands = cli.list_commands(click.Context(cli))
     for name in WITHOUT_OUT:
         command = cli.get_command(click.Context(cli), name)
         if name in commands and command is not None:
             assert "--out" not in [option for parameter in command.params for option in parameter.opts], name
-
-
-def test_pages_use_no_out_for_the_folder_of_runs() -> None:
     pattern = re.compile(rf"coordinator ({'|'.join(WITHOUT_OUT)})\b[^`\n|]* --out\b")
     pages = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
     found = [f"{page.relative_to(ROOT)}: {match[0]}" for page in pages for match in pattern.finditer(page.read_text())]

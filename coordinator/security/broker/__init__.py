@@ -7,6 +7,7 @@ from pathlib import Path
 from coordinator.security.broker.mosquitto import find_mosquitto, start_mosquitto
 from coordinator.security.broker.process import FLEET_USER, Broker, BrokerProgram, claim_port
 from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import name_failure
 from fedvit.hosts import is_loopback
 from fedvit.transport.address import Address
 
@@ -40,10 +41,8 @@ def start_broker(
         raise ConfigError(
             "FV1202", "mosquitto was not found on this machine; install it, or choose the embedded broker"
         )
-    try:
+    with name_failure(f"cannot make folder {folder}", StorageFailed, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageFailed("FV1701", f"cannot make folder {folder}: {error.strerror}") from error
     folder = folder.resolve()
     user = FLEET_USER if password is not None else None
     address = Address(_reachable(listen), claim_port(listen, port), user, password)

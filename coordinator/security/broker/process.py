@@ -23,6 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from fedvit.errors import ConfigError
+from fedvit.files import name_failure
 from fedvit.quantities import format_bytes, format_seconds
 from fedvit.transport.address import Address
 
@@ -219,7 +220,7 @@ def claim_port(listen: str = "127.0.0.1", port: int = 0) -> int:
     A picked port is below those that systems give to outgoing connections and to servers that leave the choice to
     them, so that none of these has it before our server listens.
     """
-    try:
+    with name_failure(f"cannot listen on port {port} of {listen}", ConfigError, "FV1201"):
         family, _, _, _, address = socket.getaddrinfo(listen, port, type=socket.SOCK_STREAM)[0]
         for pick in [port] if port else secrets.SystemRandom().sample(PICKED_PORTS, MOST_PICKS):
             with socket.socket(family) as probe:
@@ -231,8 +232,6 @@ def claim_port(listen: str = "127.0.0.1", port: int = 0) -> int:
                         raise
                 else:
                     return pick
-    except OSError as error:
-        raise ConfigError("FV1201", f"cannot listen on port {port} of {listen}: {error.strerror or error}") from error
     raise ConfigError(
         "FV1201",
         f"port {port} on {listen} is in use by another program; "

@@ -19,8 +19,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 
 from coordinator.security.api_tokens import ApiUser
 from coordinator.security.credentials import ApiCredentials, TooManyAttempts, Way
-from coordinator.views.dashboard.frame import templates
-from coordinator.views.dashboard.roles import SESSION
+from coordinator.views.dashboard.frame import SESSION, templates
 from fedvit.hosts import is_loopback, network_of
 
 COOKIE = "fedvit_dashboard"

@@ -2,63 +2,57 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 import click
 from nicegui import ui
 
 from coordinator.record.audit import Actor, acting_as
 from coordinator.record.record import Record, open_record
-from coordinator.rounds.service.cancelling import cancel
 from coordinator.rounds.service.labelling import set_labels
-from coordinator.rounds.service.pausing import pause, unpause
-from coordinator.rounds.service.releasing import release
-from coordinator.rounds.service.retrying import retry
+from coordinator.rounds.service.run_requests import RunAct, change_run, release
 from coordinator.security.api_tokens import UserRole
 from coordinator.security.credentials import Forbidden
 from coordinator.security.revoking import revoke_device
 from coordinator.views.dashboard.access import PageSession
-from coordinator.views.dashboard.frame import Site
-from coordinator.views.dashboard.roles import SESSION
+from coordinator.views.dashboard.frame import SESSION, Site
 from fedvit.errors import FedvitError
+
+T = TypeVar("T")
+
+_RUN_BUTTONS: dict[RunAct, tuple[str, str]] = {
+    "pause": ("Pause", "Pause run {run}? It finishes its open round, and opens no new one."),
+    "unpause": ("End the pause", "Let run {run} open rounds again?"),
+    "retry": ("Try again", "Let the service serve run {run} again?"),
+    "cancel": ("Cancel this run", "Cancel run {run}? It cannot be resumed."),
+}
+"""Names and questions."""
 
 
 class RunButtons:
     """The buttons of a run; only those that apply are shown."""
 
     def __init__(self, site: Site, run: str) -> None:
+        def act_on(act: RunAct) -> Callable[[Record], str]:
+            return lambda store: f"run {run}: {change_run(store, site.folder, run, act)}"
+
         with ui.element("div").classes("buttons"):
-            self._pause = button(
-                site,
-                "Pause",
-                f"Pause run {run}? It finishes its open round, and opens no new one.",
-                lambda store: f"run {run}: {pause(store, run)}",
-            )
-            self._unpause = button(
-                site,
-                "End the pause",
-                f"Let run {run} open rounds again?",
-                lambda store: f"run {run}: {unpause(store, run)}",
-            )
-            self._retry = button(
-                site,
-                "Try again",
-                f"Let the service serve run {run} again?",
-                lambda store: f"run {run}: {retry(store, run)}",
-            )
-            self._cancel = button(
-                site,
-                "Cancel this run",
-                f"Cancel run {run}? It cannot be resumed.",
-                lambda store: f"run {run}: {cancel(store, site.folder, run)}",
-            )
+            self._buttons = {
+                act: button(site, name, question.format(run=run), act_on(act))
+                for act, (name, question) in _RUN_BUTTONS.items()
+            }
 
     def show(self, site: Site, status: str, *, is_paused: bool) -> None:
         """Show the buttons that apply to a run with this status."""
         is_active = status in ("queued", "waiting", "running", "interrupted")
-        self._pause.set_visibility(is_active and not is_paused and site.may("pause"))
-        self._unpause.set_visibility(is_active and is_paused and site.may("pause"))
-        self._retry.set_visibility(status == "failed" and site.may("retry"))
-        self._cancel.set_visibility(is_active and site.may("cancel"))
+        shown: dict[RunAct, bool] = {
+            "pause": is_active and not is_paused and site.may("pause"),
+            "unpause": is_active and is_paused and site.may("pause"),
+            "retry": status == "failed" and site.may("retry"),
+            "cancel": is_active and site.may("cancel"),
+        }
+        for act, is_shown in shown.items():
+            self._buttons[act].set_visibility(is_shown)
 
 
 class DeviceButtons:
@@ -118,8 +112,10 @@ def button(
     return ui.button(name, on_click=dialog.open).props("outline")
 
 
-async def change(site: Site, act: Callable[[Record], str], role: UserRole = "operator") -> str:
-    """Change the record in the name of the page's user; return what happens.
+async def change(
+    site: Site, act: Callable[[Record], T], role: UserRole = "operator", describe: Callable[[T], str] = str
+) -> T:
+    """Change the record in the name of the page's user; return what `act` returns, and print it as `describe` says.
 
     Raises Forbidden if the user has a lower role, or the session has ended since the page was opened.
     """
@@ -132,7 +128,7 @@ async def change(site: Site, act: Callable[[Record], str], role: UserRole = "ope
     with acting_as(Actor(session.identity.name, f"dashboard {address}")):
         done = await asyncio.to_thread(_with_store, site, act)
     site.reader.forget()
-    click.echo(f"by the dashboard: {done}")
+    click.echo(f"by the dashboard: {describe(done)}")
     return done
 
 
@@ -141,9 +137,6 @@ def _session() -> PageSession:
     return session
 
 
-def _with_store(site: Site, act: Callable[[Record], str]) -> str:
-    store = open_record(site.folder, check=False)
-    try:
+def _with_store(site: Site, act: Callable[[Record], T]) -> T:
+    with open_record(site.folder, check=False) as store:
         return act(store)
-    finally:
-        store.close()

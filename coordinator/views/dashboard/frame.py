@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from urllib.parse import urlencode
 
 from markupsafe import Markup, escape
@@ -15,13 +15,13 @@ from coordinator.record.devices import RefusalCount
 from coordinator.record.tables import RefusalRecord
 from coordinator.rounds.status import LiveStatus, read_status
 from coordinator.security.adoption_service import AdoptionService
+from coordinator.security.api_tokens import ApiUser, UserRole
 from coordinator.security.credentials import ApiCredentials
 from coordinator.security.folder import Deployment
 from coordinator.security.registry import JoinedDevice
 from coordinator.views.dashboard.charts import Options
 from coordinator.views.dashboard.experiments import Experiments
 from coordinator.views.dashboard.reader import RecordReader, RegistryReader
-from coordinator.views.dashboard.roles import SESSION, Act, Role, may
 from coordinator.views.service_facts import rough
 from fedvit.errors import ConfigError, FedvitError
 from profiles.report.page import environment
@@ -35,6 +35,11 @@ T = TypeVar("T")
 Submit = Callable[[dict[str, Any], str | None, bool], tuple[str, str | None]]
 """Puts a configuration into the queue, under a name or its usual one; the flag says whether it may name places of the
 server. Returns the run's name, and a warning."""
+Act = Literal["submit", "pause", "cancel", "label", "release", "revoke", "enrol", "retry", "promote"]
+_LEAST: dict[Act, UserRole] = {"revoke": "admin", "enrol": "admin"}
+"""Least role of an act; others need an operator."""
+SESSION = "fedvit.session"
+"""Key of a request's scope with the session of who asks."""
 EVERY_S = 1.0
 """Interval at which a page looks for news."""
 PAGES = (
@@ -59,14 +64,14 @@ class Site:
     submit: Submit
 
     @property
-    def role(self) -> Role:
-        """The role of who looks at a page."""
-        role: Role = ui.context.client.request.scope[SESSION].identity.role
-        return role
+    def user(self) -> ApiUser:
+        """The person who looks at a page."""
+        user: ApiUser = ui.context.client.request.scope[SESSION].identity
+        return user
 
     def may(self, act: Act) -> bool:
         """Return whether who looks at a page may do something."""
-        return may(self.role, act)
+        return self.user.may(_LEAST.get(act, "operator"))
 
     @cached_property
     def registry(self) -> RegistryReader | None:

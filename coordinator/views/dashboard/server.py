@@ -1,8 +1,11 @@
 """The application with all pages."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Query
 from nicegui import ui
@@ -62,47 +65,52 @@ def make_pages(
 
 def _register(site: Site) -> None:
     """Each page under its address; what follows `?` are the arguments of its function."""
+    at: Callable[[str], Callable[[Any], Any]] = partial(ui.page, response_timeout=ANSWER_S)
 
+    @at("/")
     async def at_front() -> None:
         await front_page.show(site)
 
+    @at("/runs")
     async def at_runs(text: str = "", status: str = "", order: str = "", page: int = 1) -> None:
         await runs_page.show(site, runs_page.RunQuery(text, status, order, page))
 
+    @at("/run")
     async def at_run(run: str) -> None:
         await run_page.show(site, run)
 
+    @at("/round")
     async def at_round(run: str, number: int) -> None:
         await round_page.show(site, run, number)
 
+    @at("/devices")
     async def at_devices(run: str | None = None) -> None:
         await devices_page.show(site, run)
 
+    @at("/device")
     async def at_device(device: str, run: str | None = None, until: int | None = None) -> None:
         await device_page.show(site, run, device, until)
 
+    @at("/models")
     async def at_models() -> None:
         await models_page.show(site)
 
+    @at("/model")
     async def at_model(model: str) -> None:
         await models_page.show_one(site, model)
 
+    @at("/service")
     async def at_service() -> None:
         await service_page.show(site)
 
+    @at("/submit")
     async def at_submit() -> None:
         await submit_page.show(site)
 
+    @at("/enrol")
     async def at_enrol() -> None:
         await enrol_page.show(site)
 
+    @at("/compare")
     async def at_compare(run: list[str] = _RUNS, method: list[str] = _METHODS) -> None:
         await compare_page.show(site, run, method)
-
-    for address, show in (
-        ("/", at_front), ("/runs", at_runs), ("/run", at_run), ("/round", at_round), ("/devices", at_devices),
-        ("/device", at_device), ("/models", at_models), ("/model", at_model), ("/service", at_service),
-        ("/submit", at_submit), ("/enrol", at_enrol),
-        ("/compare", at_compare),
-    ):  # fmt: skip
-        ui.page(address, response_timeout=ANSWER_S)(show)

@@ -7,7 +7,6 @@ from typing import Any
 from nicegui import ui
 
 from coordinator.config import find_errors
-from coordinator.record.record import Record
 from coordinator.views.dashboard.actions import change
 from coordinator.views.dashboard.frame import Part, Site, page
 from fedvit.errors import FedvitError
@@ -54,15 +53,12 @@ async def show(site: Site) -> None:
             if (values := await check()) is None:
                 return
             try:
-                made: list[tuple[str, str | None]] = []
-                own_name, places = str(name.value or "").strip() or None, site.role == "admin"
-
-                def put(_: Record) -> str:
-                    made.append(site.submit(values, own_name, places))
-                    return f"run {made[0][0]} is in the queue"
-
-                await change(site, put)
-                run, warning = made[0]
+                own_name, places = str(name.value or "").strip() or None, site.user.may("admin")
+                run, warning = await change(
+                    site,
+                    lambda _: site.submit(values, own_name, places),
+                    describe=lambda made: f"run {made[0]} is in the queue",
+                )
             except FedvitError as error:
                 outcome.show(errors={"": str(error)}, run=None, warning=None, checked=False)
             else:

@@ -16,6 +16,7 @@ from edge_client.storage.state import read_device_id
 from edge_client.storage.vault import Vault
 from fedvit.data.images import limit_decoded_bytes
 from fedvit.errors import FedvitError
+from fedvit.files import name_failure
 from fedvit.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -80,10 +81,8 @@ class Guesses:
 
     def _load(self) -> "Guesser":
         """Return the newest model, or one of the same run that is seconds old: a device that trains makes many."""
-        try:
+        with name_failure("the vault cannot be read", NoGuess, "FV1424"):
             run = next(iter(Vault(self._state / "vault").notes.list_runs()), None)
-        except OSError as error:
-            raise NoGuess("FV1424", f"the vault cannot be read: {error.strerror}") from error
         if run is None:
             raise NoGuess("FV1424", "this device has no model yet")
         known = self._model

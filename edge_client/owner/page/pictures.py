@@ -13,6 +13,7 @@ from edge_client.owner.labelling import ClassFolders, move_file
 from fedvit.data.images import DECODED_BYTES, is_image_name, read_thumbnail
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.errors import ConfigError, DataError
+from fedvit.files import name_failure
 
 SMALL, LARGE = 240, 960
 """Longest side of a picture in the browser, in pixels."""
@@ -103,10 +104,8 @@ class PictureFolder:
 
     def draw(self, path: Path, side: int) -> bytes:
         """Return a picture as JPEG of at most side x side pixels, without its EXIF data. Raises DataError."""
-        try:
+        with name_failure(f"cannot read image {path}", DataError, "FV1403"):
             status = path.stat()
-        except OSError as error:
-            raise DataError("FV1403", f"cannot read image {path}: {error.strerror}") from error
         key = (path, status.st_mtime_ns, status.st_size, side)
         with self._decoding:
             if (known := self._cache.get(key)) is not None:

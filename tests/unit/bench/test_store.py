@@ -44,11 +44,9 @@ def test_a_round_asks_as_much_after_many_rounds_as_after_few(tmp_path: Path) -> 
             write_round(store, number, NAMES)
             continue
         store.close()
-        with counting() as steps:
-            store = open_record(tmp_path, check=False)
+        with counting() as steps, open_record(tmp_path, check=False) as store:
             steps[0] = 0
             write_round(store, number, NAMES)
-            store.close()
         asked[number] = steps[0]
         store = open_record(tmp_path, check=False)
     store.close()

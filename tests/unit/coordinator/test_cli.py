@@ -44,20 +44,21 @@ PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 def out(tmp_path: Path) -> Iterator[Path]:
     """A folder with a finished run `done`, one evaluated round of two devices, and an interrupted run `half`."""
     folder = tmp_path / "runs"
-    store = open_record(folder)
-    for name, status in (("done", "finished"), ("half", "interrupted")):
-        store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
-        store.runs.update(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
-    store.rounds.open("done", 1, ["pi-1", "pi-2"])
-    for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
-        use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
-        add_result(store, device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
-        add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
-    store.rounds.close("done", 1, SavedState({}, None, {}), {})
-    store.rounds.close_evaluation("done", 1)
-    store.devices.add_refusal("done", RefusalRecord(1, "pi-3", "train", "'head.bias' holds [3] values that are NaN"))
-    yield folder
-    store.close()
+    with open_record(folder) as store:
+        for name, status in (("done", "finished"), ("half", "interrupted")):
+            store.runs.create(name, msgspec.to_builtins(RunConfig(method="fedavg", rounds=3, seed=5)))
+            store.runs.update(name, status=status, classes=["ant", "bee"], protocol="each device's own test images")
+        store.rounds.open("done", 1, ["pi-1", "pi-2"])
+        for device, right in (("pi-1", 4.0), ("pi-2", 3.0)):
+            use = ResourceUse(step_s=0.01, flops=10**9, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
+            add_result(store, device, messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
+            add_result(store, device, messages.Result("done", 1, "evaluate", 5, {"correct": right}, ResourceUse()))
+        store.rounds.close("done", 1, SavedState({}, None, {}), {})
+        store.rounds.close_evaluation("done", 1)
+        store.devices.add_refusal(
+            "done", RefusalRecord(1, "pi-3", "train", "'head.bias' holds [3] values that are NaN")
+        )
+        yield folder
 
 
 @pytest.fixture

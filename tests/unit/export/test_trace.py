@@ -108,14 +108,11 @@ def test_a_graph_computes_what_the_function_computes(step: Callable[[Any], dict[
         np.testing.assert_allclose(got[name], value.numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-def test_an_input_that_is_not_needed_stays() -> None:
-    """A device feeds by name what the Program describes."""
+def test_traces_keep_unneeded_inputs_and_give_equal_bytes() -> None:
+    # an input that is not needed stays: A device feeds by name what the Program describes
     model = onnx.load_from_string(to_onnx(trace(lambda inputs: {"y": inputs["b"] + 1}, INPUTS)))
     assert [value.name for value in model.graph.input] == ["a", "b"]
-
-
-def test_equal_traces_give_equal_bytes() -> None:
-    """A Program is known by the digest of its graphs: two servers must make the same."""
+    # equal traces give equal bytes: A Program is known by the digest of its graphs: two servers must make the same
     assert to_onnx(trace(gradient, INPUTS)) == to_onnx(trace(gradient, INPUTS))
 
 

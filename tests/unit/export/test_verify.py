@@ -67,13 +67,11 @@ def off_by(loss: float = 0.0, new: float = 0.0) -> Any:
     return wrong
 
 
-def test_a_right_graph_passes() -> None:
+def test_a_right_graph_passes_with_its_difference() -> None:
     assert verify(step_graph(LOSS, NEW_W), reference, INPUTS, "graph 'x'") == 0.0
-
-
-def test_verify_returns_the_difference() -> None:
-    """The change of w is 1 (not w's size of 4): an error of 8e-7 in it is 8e-7, but for the two last digits of 2.4e-7
-    each that a new value near 3 may lack. A loss of 7 that is 5e-6 off is 7e-7 off."""
+    # verify returns the difference: The change of w is 1 (not w's size of 4): an error of 8e-7 in it is 8e-7, but
+    # for the two last digits of 2.4e-7 each that a new value near 3 may lack. A loss of 7 that is 5e-6 off is 7e-7
+    # off
     graph = step_graph(LOSS, NEW_W)
     assert verify(graph, off_by(new=8e-7), INPUTS, "graph 'x'") == pytest.approx(8e-7 - 2 * 2.0**-22, rel=1e-2)
     assert verify(graph, off_by(loss=5e-6), INPUTS, "graph 'x'") == pytest.approx(5e-6 / 7, rel=1e-2)

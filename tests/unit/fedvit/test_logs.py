@@ -24,9 +24,6 @@ def line(message: str, *arguments: object, level: int = logging.INFO, **fields: 
 
 def test_text_then_fields() -> None:
     assert re.fullmatch(DATE + " I round closed  round=7 received=9", line("round closed", round=7, received=9))
-
-
-def test_without_fields_there_is_only_the_text() -> None:
     assert re.fullmatch(DATE + " W connected to pi-1", line("connected to %s", "pi-1", level=logging.WARNING))
 
 

@@ -14,14 +14,12 @@ def read(raw: bytes) -> packets.Packet | None:
     return packets.read_packet(memoryview(raw), 0, len(raw), LARGEST)
 
 
-def test_connect_as_the_standard_writes_it() -> None:
-    """MQTT 3.1.1, section 3.1: name, level 4, flags (clean session, user name, password), keep alive, then texts."""
+def test_packets_as_the_standard_writes_them() -> None:
+    # connect as the standard writes it: MQTT 3.1.1, section 3.1: name, level 4, flags (clean session, user name,
+    # password), keep alive, then texts
     assert packets.connect("c", 30, None, None) == b"\x10\x0d\x00\x04MQTT\x04\x02\x00\x1e\x00\x01c"
     with_password = packets.connect("c", 30, "u", "pw")
     assert with_password == b"\x10\x14\x00\x04MQTT\x04\xc2\x00\x1e\x00\x01c\x00\x01u\x00\x02pw"
-
-
-def test_subscribe_and_unsubscribe_as_the_standard_writes_them() -> None:
     assert packets.subscribe(258, "a/b") == b"\x82\x08\x01\x02\x00\x03a/b\x00"
     assert packets.unsubscribe(258, "a/b") == b"\xa2\x07\x01\x02\x00\x03a/b"
 

@@ -88,12 +88,10 @@ def as_dict(program: Program = PROGRAM) -> dict[str, Any]:
 # --- bytes --------------------------------------------------------------------------------------------
 
 
-def test_decode_undoes_encode() -> None:
+def test_equal_programs_have_equal_bytes_and_are_read_again() -> None:
     assert decode_program(encode_program(PROGRAM)) == PROGRAM
-
-
-def test_equal_programs_have_equal_bytes() -> None:
-    """A program is known by its digest, so the order in which its tables were filled must not show."""
+    # equal programs have equal bytes: A program is known by its digest, so the order in which its tables were
+    # filled must not show
     backwards = msgspec.structs.replace(
         PROGRAM,
         groups=dict(reversed(PROGRAM.groups.items())),
@@ -225,18 +223,12 @@ def test_what_a_role_means(role: Role, from_server_each_round: bool, trained_on_
     assert role.is_sent_back is sent_back
 
 
-def test_there_are_seven_roles() -> None:
-    """An eighth needs a line in the table above."""
+def test_groups_by_role_and_their_names() -> None:
+    # there are seven roles: An eighth needs a line in the table above
     assert set(Role) == {"frozen", "global", "seeded", "shared", "generated", "assigned", "local"}
-
-
-def test_groups_by_role() -> None:
     assert PROGRAM.with_role(Role.LOCAL) == ["own"]
     assert PROGRAM.with_role(Role.SHARED, Role.GENERATED) == ["body", "prefix"]
     assert PROGRAM.with_role() == []
-
-
-def test_names_of_a_group_keep_their_order() -> None:
     assert PROGRAM.names("body") == ["z.weight", "a.weight"]
     assert PROGRAM.names("nobody") == []
 
@@ -256,12 +248,9 @@ def test_an_upload_holds_what_the_roles_send_back_and_what_is_collected() -> Non
     }
 
 
-def test_without_collection_an_upload_has_no_labels() -> None:
+def test_forms_of_uploads_and_groups() -> None:
     plain = msgspec.structs.replace(PROGRAM, train=PROGRAM.train[:1])
     assert set(plain.upload_form()) == {"z.weight", "a.weight", "prefix.w"}
-
-
-def test_expected_tensors_of_groups() -> None:
     assert PROGRAM.forms_of(["own", "head"]) == {"own.w": ((), "float32"), "head.w": ((3,), "float32")}
 
 
@@ -291,16 +280,11 @@ def test_kept_patches_of_any_share(patches: int, part: int, more: int) -> None:
     assert count_kept_patches(patches, float(share)) == max(1, int(patches * (1 - share)))
 
 
-def test_one_patch_always_stays() -> None:
+def test_arithmetic_of_a_batch() -> None:
     assert count_kept_patches(1, 0.999) == 1
     assert count_kept_patches(196, 0.9999) == 1
-
-
-def test_batch_arithmetic() -> None:
-    """32 / 8 = 4 patches a side, 16 in all; 8 * 8 pixels of 3 colours are 192 values; a quarter of 16 is 4."""
+    # batch arithmetic: 32 / 8 = 4 patches a side, 16 in all; 8 * 8 pixels of 3 colours are 192 values; a quarter of
+    # 16 is 4
     assert (BATCH.patches, BATCH.patch_values, BATCH.kept_patches) == (16, 192, 4)
-
-
-def test_pixels_that_fill_no_patch_do_not_count() -> None:
-    """35 pixels hold 4 patches of 8 a side and 3 pixels more."""
+    # pixels that fill no patch do not count: 35 pixels hold 4 patches of 8 a side and 3 pixels more
     assert msgspec.structs.replace(BATCH, image_size=35).patches == 16

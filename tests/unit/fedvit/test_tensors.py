@@ -42,20 +42,15 @@ def test_unpack_undoes_pack(tensors: Tensors) -> None:
     assert bits(unpack(pack(tensors))) == bits(tensors)
 
 
-def test_a_scalar_stays_a_scalar() -> None:
-    """AdamW's step count is one, and the server's memory travels to disk and back between rounds."""
+def test_layout_and_order_do_not_matter() -> None:
+    # a scalar stays a scalar: AdamW's step count is one, and the server's memory travels to disk and back between
+    # rounds
     assert unpack(pack({"step": np.array(3.0, np.float32)}))["step"].shape == ()
-
-
-def test_memory_layout_does_not_matter() -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     assert pack({"x": np.asfortranarray(array)}) == pack({"x": array})
     np.testing.assert_array_equal(unpack(pack({"x": array.T}))["x"], array.T)
     np.testing.assert_array_equal(unpack(pack({"x": array[:, ::2]}))["x"], array[:, ::2])
     np.testing.assert_array_equal(unpack(pack({"x": array.astype(">f4")}))["x"], array)
-
-
-def test_order_of_names_does_not_matter() -> None:
     a, b = np.array([1], np.float32), np.array([2], np.int64)
     assert pack({"a": a, "b": b}) == pack({"b": b, "a": a})
 

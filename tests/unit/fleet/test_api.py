@@ -158,12 +158,9 @@ def test_a_run_that_was_interrupted_is_resumed(page: Executed, tmp_path: Path, m
         patch.setattr(api, "choose_display", lambda quiet: Stopped())
         with pytest.raises(KeyboardInterrupt):
             run(parts, **settings)
-    store = open_record(tmp_path)
-    try:
+    with open_record(tmp_path) as store:
         assert store.runs.read("broken-off").status == "interrupted"
         assert [entry.round for entry in store.rounds.read_all("broken-off") if entry.closed_at] == [1]
-    finally:
-        store.close()
     resumed = run(parts, resume=True, progress=False, **settings)
     for device in (None, "device-0"):
         got, expected = resumed.tensors(device), page.result.tensors(device)

@@ -48,12 +48,10 @@ def test_any_size_can_be_drawn(tmp_path: Path, devices: int, classes: int) -> No
         assert np.asarray(picture).std() > 0
 
 
-def test_nothing_dealt_out() -> None:
-    assert bar_lines(["a"], np.zeros((1, 1), dtype=np.int64)) == ["a |  | 0"]
-
-
 def test_bars_are_as_high_as_counts() -> None:
-    """Eighths of the largest count, 80, rounded up: 1 -> 1/8, 40 -> 4/8, 80 -> 8/8, 0 -> blank."""
+    assert bar_lines(["a"], np.zeros((1, 1), dtype=np.int64)) == ["a |  | 0"]
+    # bars are as high as counts: Eighths of the largest count, 80, rounded up: 1 -> 1/8, 40 -> 4/8, 80 -> 8/8, 0 ->
+    # blank
     assert bar_lines(["d"], np.array([[0, 1, 40, 80]])) == ["d |  ▁▁▄▄██| 121"]
 
 

@@ -91,11 +91,8 @@ def test_run_that_exists(folders: list[Path], tmp_path: Path, graph_cache: Path)
     """Again with `resume` it is finished at once, its rounds untouched; with another configuration it is refused."""
 
     def rounds() -> list[tuple[int, str | None]]:
-        store = open_record(tmp_path)
-        try:
+        with open_record(tmp_path) as store:
             return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run")]
-        finally:
-            store.close()
 
     simulate(RunRequest(folders, VALUES, out=tmp_path, run="run", graph_cache=graph_cache))
     before = rounds()

@@ -89,20 +89,15 @@ def test_peaks_follow_from_cores_and_modes() -> None:
     assert load("jetson-tx2-8").peak_flops_per_s("MAXN") == pytest.approx(96e9)
 
 
-def test_memory_rates() -> None:
-    """2 x memcpy (2 x 5.3 GB/s), or half of the data sheet (68 / 2 is not used where memcpy is known; 34 / 2 is)."""
+def test_figures_of_boards_and_their_doubts() -> None:
+    # memory rates: 2 x memcpy (2 x 5.3 GB/s), or half of the data sheet (68 / 2 is not used where memcpy is known;
+    # 34 / 2 is)
     assert load("rpi5-8").stream_bytes_per_s.value == pytest.approx(10.6e9)
     assert load("orin-nano-4").stream_bytes_per_s.value == pytest.approx(17e9)
     assert "half" in load("orin-nano-4").stream_bytes_per_s.source
-
-
-def test_power_of_a_mode_is_its_limit() -> None:
     assert load("rpi4b-4").power_w() == (2.3, 7.2)
     assert load("agx-orin-64").power_w("15W") == (8.0, 15.0)
     assert load("thor-t5000").power_w() is None  # nobody said what it needs when idle
-
-
-def test_doubts_name_what_nobody_verified() -> None:
     assert load("rpi5-8").doubts() == ["usable memory"]
     assert "clocks of the power mode" in load("xavier-nx-8").doubts()
     assert "clocks of the power mode" not in load("agx-orin-64").doubts("50W")

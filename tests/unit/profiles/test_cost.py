@@ -129,12 +129,9 @@ def test_a_product(graph: bytes, macs: int) -> None:
     assert graph_cost(graph).flops == 2 * macs
 
 
-def test_a_convolution_of_unknown_shape_is_refused() -> None:
+def test_products_of_unknown_shape_are_refused() -> None:
     with pytest.raises(ValueError):
         graph_cost(product("Conv", [2, 3, 8, 8], None, [2, 5, 6, 6]))
-
-
-def test_a_gradient_of_unknown_shape_is_refused() -> None:
     with pytest.raises(ValueError):
         graph_cost(product("Gemm", [5, 3], [5, 7], None, transA=1))
 
@@ -430,24 +427,15 @@ def peak(nodes: Sequence[onnx.NodeProto], between: Values, outputs: Values | Non
     return cost.activation_bytes // 256
 
 
-def test_a_chain_needs_one_piece() -> None:
-    """Each operator writes over what it read; the last writes to the caller's memory."""
+def test_operators_write_over_what_nobody_reads_again() -> None:
+    # a chain needs one piece: Each operator writes over what it read; the last writes to the caller's memory
     nodes = [node("Exp", "x", "a"), node("Sqrt", "a", "b"), node("Neg", "b", "c"), node("Neg", "c", "y")]
     assert peak(nodes, {"a": (UNIT,), "b": (UNIT,), "c": (UNIT,)}) == 1
-
-
-def test_an_operator_that_cannot_work_in_place_needs_two() -> None:
     nodes = [node("Exp", "x", "a"), node("Transpose", "a", "b", perm=[0]), node("Neg", "b", "y")]
     assert peak(nodes, {"a": (UNIT,), "b": (UNIT,)}) == 2
-
-
-def test_what_is_read_again_is_not_written_over() -> None:
     nodes = [node("Exp", "x", "a"), node("Sqrt", "a", "b"), node("Add", "a b", "y")]
     assert peak(nodes, {"a": (UNIT,), "b": (UNIT,)}) == 2
-
-
-def test_an_operand_of_another_size_is_not_written_over() -> None:
-    """(64,) + (4, 1) gives four pieces beside the one that was read."""
+    # an operand of another size is not written over: (64,) + (4, 1) gives four pieces beside the one that was read
     nodes = [node("Exp", "x", "a"), node("Add", "a b", "c"), node("ReduceSum", "c", "y")]
     assert peak(nodes, {"a": (UNIT,), "c": (4, UNIT)}) == 5
 
@@ -457,26 +445,19 @@ def test_pieces_are_rounded_up() -> None:
     assert peak([node("Expand", "x", "a"), node("Slice", "a", "y")], {"a": (UNIT + 1,)}) == 2
 
 
-def test_views_lie_where_their_operand_lies() -> None:
-    """The operand is not free before the view's last reader, which may write over it."""
+def test_views_and_what_lies_elsewhere_need_no_piece() -> None:
+    # views lie where their operand lies: The operand is not free before the view's last reader, which may write
+    # over it
     view = [node("Exp", "x", "a"), node("Reshape", "a s", "v"), node("Identity", "v", "w")]
     sizes: Values = {"a": (UNIT,), "v": (8, 8), "w": (8, 8), "b": (8, 8)}
     assert peak([*view, node("Sqrt", "w", "b"), node("Flatten", "b", "y")], sizes) == 1
     assert peak([*view, node("Sqrt", "w", "b"), node("Concat", "a b", "y", axis=0)], sizes) == 2
-
-
-def test_a_constant_of_any_shape_is_no_view() -> None:
     assert peak([node("ConstantOfShape", "x", "a"), node("Slice", "a", "y")], {"a": (3, UNIT)}) == 3
-
-
-def test_outputs_do_not_count() -> None:
-    """Nor do inputs: both are the caller's memory."""
+    # outputs do not count: Nor do inputs: both are the caller's memory
     nodes = [node("Expand", "x", "a"), node("Slice", "a", "y")]
     assert peak(nodes, {}, {"y": (UNIT,), "a": (9, UNIT)}) == 0
-
-
-def test_what_nobody_reads_is_freed_at_once() -> None:
-    """Three pieces, of which two lie there for a moment only; then another operator needs two."""
+    # what nobody reads is freed at once: Three pieces, of which two lie there for a moment only; then another
+    # operator needs two
     nodes = [node("Split", "x", "a b c", axis=0), node("Expand", "a", "d"), node("Slice", "d", "y")]
     assert peak(nodes, {"a": (UNIT,), "b": (UNIT,), "c": (UNIT,), "d": (2, UNIT)}) == 3
 

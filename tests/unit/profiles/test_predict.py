@@ -46,23 +46,18 @@ def test_what_was_measured_is_reproduced(kind: ProductKind) -> None:
         assert model.seconds(work(kind, *size)) == pytest.approx(true_s(*size), rel=1e-6)
 
 
-def test_sizes_between_follow_the_same_law() -> None:
+def test_times_between_sizes_follow_the_law_of_their_kind() -> None:
     model = ProductModel([rate("weights", *size) for size in SIZES])
     for size in ((1, 100, 384, 1152), (1, 1, 768, 768), (1, 5000, 64, 10)):
         assert model.seconds(work("weights", *size)) == pytest.approx(true_s(*size), rel=1e-6)
-
-
-def test_each_kind_has_its_own_factors() -> None:
-    """Gradients are half as fast here; nothing was said of integers, which then are as fast as weights."""
+    # each kind has its own factors: Gradients are half as fast here; nothing was said of integers, which then are
+    # as fast as weights
     size = (1, 200, 768, 768)
     slow = msgspec.structs.replace(rate("gradient", *size), flops_per_s=rate("gradient", *size).flops_per_s / 2)
     model = ProductModel([rate("weights", *size), slow])
     assert model.seconds(work("gradient", *size)) == pytest.approx(2 * model.seconds(work("weights", *size)))
     assert model.seconds(work("integers", *size)) <= model.seconds(work("weights", *size))
-
-
-def test_of_one_size_time_follows_the_flops() -> None:
-    """A single measurement says no more than a rate."""
+    # of one size time follows the flops: A single measurement says no more than a rate
     model = ProductModel([ProductRate("weights", 1, 200, 768, 768, 5e9)])
     for size in ((1, 200, 768, 768), (1, 10, 20, 30)):
         assert model.seconds(work("weights", *size)) == pytest.approx(flops_of(*size) / 5e9)
@@ -228,9 +223,6 @@ def test_a_round_is_its_steps() -> None:
     assert made.train_s == pytest.approx(40 * STEP_S)
     assert made.evaluate_s == pytest.approx(3 * STEP_S / 10)
     assert made.bound == "memory"
-
-
-def test_no_test_images_take_no_time() -> None:
     assert predict_round(a_cost(test_images=0)).evaluate_s == 0
 
 
@@ -297,12 +289,9 @@ def test_a_budget_that_is_just_met_is_kept(kind: BudgetKind, key: str, needed: i
     assert predict_round(budget=Budget(**{key: needed - 1})).over == (kind,)
 
 
-def test_a_deadline_is_for_the_training_alone() -> None:
+def test_budgets_that_are_exceeded_are_named() -> None:
     assert predict_round(budget=Budget(round_deadline_s=40 * STEP_S * 1.001)).over == ()
     assert predict_round(budget=Budget(round_deadline_s=40 * STEP_S * 0.999)).over == ("time",)
-
-
-def test_all_budgets_that_are_exceeded_are_named() -> None:
     everything = Budget(memory_bytes=1, flops_per_round=1, round_deadline_s=1.0, upload_bytes=1)
     assert predict_round(budget=everything).over == ("memory", "flops", "time", "upload")
     assert predict_round(budget=Budget()).over == ()

@@ -162,16 +162,13 @@ def test_a_phase_ends_after_its_steps(limit: int, steps: int, runs: int) -> None
     assert cost.flops_round == runs * GRAPHS["train"].flops
 
 
-def test_a_whole_step_is_one_run() -> None:
-    """Where the graph makes the whole step, a short batch is padded."""
+def test_steps_of_whole_graphs_and_of_phases() -> None:
+    # a whole step is one run: Where the graph makes the whole step, a short batch is padded
     cost = cost_of(program(of(update=None, epochs=2)))
     assert cost.steps == 6
     assert cost.flops_round == 6 * GRAPHS["train"].flops
     assert cost.flops_step == GRAPHS["train"].flops
-
-
-def test_phases_add_up() -> None:
-    """5 runs of the first in 3 steps; of the second, which ends after 1 step, 2 runs, and again."""
+    # phases add up: 5 runs of the first in 3 steps; of the second, which ends after 1 step, 2 runs, and again
     cost = cost_of(program(PHASE, of(steps=1, repeats=2, lr=0.5)))
     assert cost.steps == 3 + 2
     assert cost.flops_round == (5 + 4) * GRAPHS["train"].flops
@@ -220,20 +217,14 @@ def test_the_work_of_a_step_is_that_of_its_runs_and_of_the_update() -> None:
     assert work.nodes == pytest.approx(5 * runs + 3)
 
 
-def test_the_update_of_many_numbers_runs_in_pieces() -> None:
-    """2^17 numbers a piece: 300 000 are three, each three nodes."""
+def test_work_of_steps_updates_and_answers() -> None:
+    # the update of many numbers runs in pieces: 2^17 numbers a piece: 300 000 are three, each three nodes
     tensors = TENSORS | {"blocks.0.weight": TensorSpec((300_000 - 96 - LOCAL,), "float32", "model")}
     work = cost_of(program(tensors=tensors)).step_work
     assert work.nodes == pytest.approx(5 * 5 / 3 + 3 * 3)
-
-
-def test_a_whole_step_has_no_update_beside_it() -> None:
     work = cost_of(program(of(update=None))).step_work
     assert work.moved_bytes == {"Add": 100, "Softmax": 40}
     assert work.nodes == 5
-
-
-def test_the_work_of_an_answer() -> None:
     work = cost_of().answer_work
     assert work.products == [ProductWork(*ANSWER, 1.0)]
     assert (work.moved_bytes, work.nodes) == ({}, 1)
@@ -242,14 +233,12 @@ def test_the_work_of_an_answer() -> None:
 # --- bytes --------------------------------------------------------------------------------------------
 
 
-def test_bytes_each_way_are_those_of_packed_tensors() -> None:
-    """Each round the shared and the global group come, a blob each, and the shared group's changes go."""
+def test_bytes_are_those_of_packed_tensors() -> None:
+    # bytes each way are those of packed tensors: Each round the shared and the global group come, a blob each, and
+    # the shared group's changes go
     cost = cost_of()
     assert cost.bytes_down == pack_values((32, 96), (96,)) + pack_values((32,))
     assert cost.bytes_up == pack_values((32, 96), (96,))
-
-
-def test_bytes_once_are_graphs_program_and_first_values() -> None:
     made = program()
     first = pack_values((192, 32)) + pack_values((10, 32))
     assert cost_of(made).bytes_once == 700 + 50 + 300 + len(encode_program(made)) + first
@@ -348,14 +337,12 @@ def test_images_are_kept_where_all_of_them_fit(cache_images: int, training: int,
     assert parts["evaluate"]["images"] == (training + testing) * IMAGE_BYTES + answers
 
 
-def test_features_are_held_and_then_packed() -> None:
-    """10 of 20 images, 5 x 32 floats each; with the bytes that travel they lie there twice."""
+def test_memory_of_features_and_files() -> None:
+    # features are held and then packed: 10 of 20 images, 5 x 32 floats each; with the bytes that travel they lie
+    # there twice
     parts = memory(cost_of(program(of(collect=Collect("features.2", (5, 32), 0.5)))))
     assert parts["train"]["features"] == 4 * 10 * 5 * 32
     assert parts["upload"]["features"] == 2 * 4 * 10 * 5 * 32
-
-
-def test_who_sends_no_tensors_reads_no_files_of_them_again() -> None:
     groups = GROUPS | {"model": TensorGroup(Role.LOCAL, DIGEST)}
     parts = memory(cost_of(program(groups=groups)))["upload"]
     assert parts["weights"] == 4 * (FROZEN + GLOBAL)
@@ -371,13 +358,10 @@ def test_frozen_weights_take_the_bytes_of_their_type(dtype: str, item_bytes: int
     assert cost_of().bytes_once - cost.bytes_once == pytest.approx((4 - item_bytes) * FROZEN, abs=32)
 
 
-def test_answers_may_need_more_than_training() -> None:
-    """The arena keeps what training needed at its highest."""
+def test_memory_of_phases_is_the_sum_of_their_parts() -> None:
+    # answers may need more than training: The arena keeps what training needed at its highest
     graphs = GRAPHS | {"predict": GraphCost(GRAPHS["predict"].nodes, activation_bytes=50_000, graph_bytes=300)}
     cost = PricedProgram(program(), {}, graphs).cost(images=20, test_images=6)
     assert memory(cost)["evaluate"]["activations"] == int(ARENA_SLACK * 50_000)
     assert memory(cost)["train"]["activations"] == int(ARENA_SLACK * 10_000)
-
-
-def test_the_total_of_a_phase_is_the_sum_of_its_parts() -> None:
     assert MemoryPhase(phase="train", parts={"weights": 3, "images": 4}).total_bytes == 7

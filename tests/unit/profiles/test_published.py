@@ -28,14 +28,11 @@ def test_eftvits_forward_pass(mask: float, published: float, true: float) -> Non
     assert figure.ours == pytest.approx(true, abs=1e-4)
 
 
-def test_eftvits_parameters() -> None:
-    """14,926,090 with a head of 10 classes, which its table gives in units of 2^20."""
+def test_figures_of_papers_are_reproduced_where_there_are_some() -> None:
+    # eftvits parameters: 14,926,090 with a head of 10 classes, which its table gives in units of 2^20
     figure = find_published(cost(0.75, 2))[1]
     assert (figure.published, round(figure.reproduced or 0, 2)) == (14.23, 14.23)
     assert figure.ours == pytest.approx(14.926, abs=2e-3)
-
-
-def test_what_no_paper_counted_has_no_figure() -> None:
     assert len(find_published(cost(0.6, 3))) == 0
     assert find_published(msgspec.structs.replace(cost(0.75, 2), model="vit_small_images")) == []
     assert find_published(of("fedper")) == []
@@ -73,15 +70,12 @@ def count_forward_gmac(name: str) -> float:
     return float(counter.get_total_flops() / 2e9)
 
 
-def test_fedperfixs_forward_pass() -> None:
-    """Its table has 65.65 M FLOPs, and 1.4 % more with adapters."""
+def test_figures_of_fedperfix_and_pfedpg() -> None:
+    # fedperfixs forward pass: Its table has 65.65 M FLOPs, and 1.4 % more with adapters
     plain, adapted = count_forward_gmac("fedavg"), count_forward_gmac("fedperfix")
     assert plain == pytest.approx(4.60, abs=0.01)
     assert adapted / plain == pytest.approx(1.15, abs=0.005)
-
-
-def test_pfedpg_sends_its_prompts() -> None:
-    """10 x 768."""
+    # pfedpg sends its prompts: 10 x 768
     [figure] = find_published(of("pfedpg", tokens=10))
     assert (figure.published, figure.reproduced) == (7680, 7680)
     assert find_published(of("pfedpg", tokens=5)) == []

@@ -42,14 +42,13 @@ def test_what_it_is_with_the_projections(mask_ratio: float, computed: float) -> 
     assert count - forward_macs(VIT_B, EFTVIT_CONVENTION, mask_ratio=mask_ratio) == 12 * 4 * tokens * 768**2
 
 
-def test_eftvits_count_of_fed_prompt() -> None:
-    """Ten more tokens; the honest figure is 5% above the full model's, as with its count."""
+def test_eftvits_counts_of_fed_prompt_and_fed_lora() -> None:
+    # eftvits count of fed prompt: Ten more tokens; the honest figure is 5% above the full model's, as with its
+    # count
     assert round(forward_macs(VIT_B, EFTVIT_CONVENTION, extra_tokens=10) / 1e9, 3) == 12.646
     assert round(forward_macs(VIT_B, TRUE, extra_tokens=10) / 1e9, 3) == 18.507
-
-
-def test_eftvits_count_of_fed_lora() -> None:
-    """Another rule: with the projections, without attention's products. So +41% is the counter's; LoRA adds 0.7%."""
+    # eftvits count of fed lora: Another rule: with the projections, without attention's products. So +41% is the
+    # counter's; LoRA adds 0.7%
     published = forward_macs(VIT_B, TRUE._replace(attention_products=False), lora_rank=16) / 1e9
     assert published == pytest.approx(16.982, abs=1e-3)
     honest, full = forward_macs(VIT_B, TRUE, lora_rank=16), forward_macs(VIT_B, TRUE)

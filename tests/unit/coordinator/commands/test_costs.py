@@ -129,12 +129,11 @@ def test_unsupported_profile_is_reported(quick: Path) -> None:
 
 def test_plan_of_a_queued_run_is_kept_for_the_dashboard(quick: Path) -> None:
     """With the run's own method, model and budget: 100 GFLOP a round for one board, too little memory for none."""
-    store = open_record(quick)
-    options = {"batch_size": 8, "epochs": 3, "mask": 0.5, "local_blocks": 1}
-    config = {"method": "eftvit", "model_options": MODEL, "options": options, "rounds": 5}
-    store.runs.submit("night", {**config, "budget": {"flops_budget": "1TFLOP"}})
-    store.runs.submit("small", {**config, "budget": {"memory_budget": "1MB"}})
-    store.close()
+    with open_record(quick) as store:
+        options = {"batch_size": 8, "epochs": 3, "mask": 0.5, "local_blocks": 1}
+        config = {"method": "eftvit", "model_options": MODEL, "options": options, "rounds": 5}
+        store.runs.submit("night", {**config, "budget": {"flops_budget": "1TFLOP"}})
+        store.runs.submit("small", {**config, "budget": {"memory_budget": "1MB"}})
     given = ["--runs", quick, "--device", "rpi5-8", "--device", "agx-orin-64@15W", "--images", 40]
     result = said("plan", "--run", "night", *given, "--json")
     assert result.exit_code == 0, result.output
@@ -168,15 +167,14 @@ def test_plan_of_a_run_takes_no_method(quick: Path) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    store = open_record(tmp_path / "runs")
-    store.runs.create("done", {"method": "eftvit", "model": "vit_base_patch16_224", "rounds": 1, "seed": 5})
-    store.runs.update("done", status="finished", protocol="p")
-    store.rounds.open("done", 1, ["pi"])
-    use = ResourceUse(step_s=2.0, train_s=60.0, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
-    add_result(store, "pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
-    add_result(store, "pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
-    store.rounds.close("done", 1, SavedState({}, None, {}), {})
-    store.close()
+    with open_record(tmp_path / "runs") as store:
+        store.runs.create("done", {"method": "eftvit", "model": "vit_base_patch16_224", "rounds": 1, "seed": 5})
+        store.runs.update("done", status="finished", protocol="p")
+        store.rounds.open("done", 1, ["pi"])
+        use = ResourceUse(step_s=2.0, train_s=60.0, peak_rss_bytes=10**8, received_bytes=10**6, sent_bytes=10**5)
+        add_result(store, "pi", messages.Result("done", 1, "train", 10, {"loss": 0.5}, use))
+        add_result(store, "pi", messages.Result("done", 1, "evaluate", 5, {"correct": 4.0}, ResourceUse()))
+        store.rounds.close("done", 1, SavedState({}, None, {}), {})
     return tmp_path / "runs"
 
 

@@ -27,14 +27,13 @@ def folder(tmp_path: Path) -> Path:
     with deployment.change() as registry:
         for number, name in enumerate("ab"):
             registry.put_device(name, Certificate(f"{number}f", 0.0, 4e9), 0.0)
-    store = open_record(tmp_path / "runs")
-    store.runs.create("r", {})
-    store.rounds.open("r", 1, ["a", "b"])
-    for name, use in (("a", ResourceUse(battery_percent=81, charging=True)), ("b", ResourceUse())):
-        add_result(store, name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
-    store.rounds.close("r", 1, SavedState({}, None, {}), {})
-    store.devices.set_announced("r", {"a": Announced("0.9.1", ("features", "class_counts"))})
-    store.close()
+    with open_record(tmp_path / "runs") as store:
+        store.runs.create("r", {})
+        store.rounds.open("r", 1, ["a", "b"])
+        for name, use in (("a", ResourceUse(battery_percent=81, charging=True)), ("b", ResourceUse())):
+            add_result(store, name, Result("r", 1, "train", 5, {"loss": 1.0}, use))
+        store.rounds.close("r", 1, SavedState({}, None, {}), {})
+        store.devices.set_announced("r", {"a": Announced("0.9.1", ("features", "class_counts"))})
     return tmp_path
 
 
@@ -52,7 +51,6 @@ def test_devices_have_version_and_battery(folder: Path) -> None:
 
 
 def test_fleet_page_has_the_battery(folder: Path) -> None:
-    store = open_record(folder / "runs")
-    first, second = rows("r", read_details(store, "r"), [], None, set())
-    store.close()
+    with open_record(folder / "runs") as store:
+        first, second = rows("r", read_details(store, "r"), [], None, set())
     assert (first["battery"], first["charging"], second["battery"], second["charging"]) == (81, "yes", None, "")

@@ -13,15 +13,14 @@ from coordinator.record.tables import SavedState
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A run that stopped by its rules after its second round."""
-    store = open_record(tmp_path)
-    config = {"method": "fedavg", "rounds": 9, "devices": 3, "stop": {"patience": 1}, "seed": 7}
-    store.runs.create("r", config)
-    store.runs.update("r", status="finished", classes=["cat", "dog"], broker={"port": 1})
-    for number in (1, 2):
-        store.rounds.open("r", number, ["a"])
-        store.rounds.close("r", number, SavedState({}, None, {}), {})
-        store.rounds.close_evaluation("r", number)
-    store.close()
+    with open_record(tmp_path) as store:
+        config = {"method": "fedavg", "rounds": 9, "devices": 3, "stop": {"patience": 1}, "seed": 7}
+        store.runs.create("r", config)
+        store.runs.update("r", status="finished", classes=["cat", "dog"], broker={"port": 1})
+        for number in (1, 2):
+            store.rounds.open("r", number, ["a"])
+            store.rounds.close("r", number, SavedState({}, None, {}), {})
+            store.rounds.close_evaluation("r", number)
     return tmp_path
 
 

@@ -31,13 +31,12 @@ def test_labels_of_several_devices_are_set_together(tmp_path: Path) -> None:
     flags = ["--runs", str(tmp_path), "--json"]
     both = CliRunner().invoke(label, ["a", "b", "a", "site=berlin", *flags], catch_exceptions=False)
     assert json.loads(both.stdout) == [{"device": device, "labels": {"site": "berlin"}} for device in "ab"]
-    store = open_record(tmp_path)
-    assert [(entry.act, entry.subject) for entry in store.audit.read()] == [("label", "a"), ("label", "b")]
-    set_labels(store, ["a"], ["board=rpi5"])
-    with pytest.raises(ConfigError):
-        set_labels(store, ["a", "b"], [], ["board"])
-    assert store.devices.read_labels("a")["a"]["board"] == "rpi5"
-    store.close()
+    with open_record(tmp_path) as store:
+        assert [(entry.act, entry.subject) for entry in store.audit.read()] == [("label", "a"), ("label", "b")]
+        set_labels(store, ["a"], ["board=rpi5"])
+        with pytest.raises(ConfigError):
+            set_labels(store, ["a", "b"], [], ["board"])
+        assert store.devices.read_labels("a")["a"]["board"] == "rpi5"
 
 
 @pytest.mark.parametrize(
@@ -50,20 +49,18 @@ def test_labels_of_several_devices_are_set_together(tmp_path: Path) -> None:
     ],
 )
 def test_labels_that_cannot_be_set_are_named(tmp_path: Path, labels: list[str], removed: list[str], named: str) -> None:
-    store = open_record(tmp_path)
-    with pytest.raises(ConfigError, match=named):
-        set_labels(store, ["pi-3"], labels, removed)
-    assert store.devices.read_labels() == {}
-    store.close()
+    with open_record(tmp_path) as store:
+        with pytest.raises(ConfigError, match=named):
+            set_labels(store, ["pi-3"], labels, removed)
+        assert store.devices.read_labels() == {}
 
 
 def test_run_selects_devices_by_labels_that_the_operator_set(stage: Stage) -> None:
     device = stage.fake("a", labels={"site": "berlin"})
     other = stage.fake("b", labels={"site": "munich"})
-    store = open_record(stage.out)
-    set_labels(store, ["a"], ["site=munich"])
-    set_labels(store, ["b"], ["site=berlin"])
-    store.close()
+    with open_record(stage.out) as store:
+        set_labels(store, ["a"], ["site=munich"])
+        set_labels(store, ["b"], ["site=berlin"])
     stage.start(devices_where="site=munich", devices=1)
     assert stage.finish() == "finished"
     assert (device.tasks(), other.tasks()) == ([1], [])

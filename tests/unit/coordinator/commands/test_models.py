@@ -16,12 +16,11 @@ from tests.support.models import BETTER, FIRST, WORSE, compare_on, list_wanted
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    made = open_record(tmp_path)
-    compare_on(made, "r-1", {"a": FIRST, "b": FIRST}, after=0)
-    compare_on(made, "r-2", {"a": BETTER, "b": BETTER}, canary="site=berlin")
-    compare_on(made, "s-3", {"a": WORSE}, after=0)
-    yield made
-    made.close()
+    with open_record(tmp_path) as made:
+        compare_on(made, "r-1", {"a": FIRST, "b": FIRST}, after=0)
+        compare_on(made, "r-2", {"a": BETTER, "b": BETTER}, canary="site=berlin")
+        compare_on(made, "s-3", {"a": WORSE}, after=0)
+        yield made
 
 
 def call(folder: Path, *words: str) -> str:

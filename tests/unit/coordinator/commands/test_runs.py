@@ -83,10 +83,9 @@ def test_run_whose_coordinator_was_killed_is_interrupted_everywhere(folder: Path
         "status": json.loads(said(status, RUN, "--runs", folder, "--json"))["status"],
         "runs": {entry["run"]: entry["status"] for entry in json.loads(said(runs, "--runs", folder, "--json"))}[RUN],
     }
-    store = open_record(folder, check=False, reads_only=True)
-    told["dashboard"] = {entry.run: entry.status for entry in list_progress(store)}[RUN]
-    assert store.runs.read(RUN).status == "running"
-    store.close()
+    with open_record(folder, check=False, reads_only=True) as store:
+        told["dashboard"] = {entry.run: entry.status for entry in list_progress(store)}[RUN]
+        assert store.runs.read(RUN).status == "running"
     assert told == dict.fromkeys(told, "interrupted")
     assert f"run {RUN}: interrupted" in said(status, RUN, "--runs", folder)
 
@@ -105,8 +104,7 @@ def test_pages_notice_a_killed_coordinator_although_the_record_does_not_change(f
 
 @pytest.mark.parametrize("command", [show, report])
 def test_newest_run_is_shown_if_none_is_named(folder: Path, command: click.Command) -> None:
-    store = open_record(folder)
-    newest = next(record.id for record in store.runs.read_all())
-    store.runs.submit("later", {})
-    store.close()
+    with open_record(folder) as store:
+        newest = next(record.id for record in store.runs.read_all())
+        store.runs.submit("later", {})
     assert json.loads(said(command, "--runs", folder, "--json"))["run"] == newest

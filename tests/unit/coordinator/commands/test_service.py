@@ -29,14 +29,13 @@ CONFIG = msgspec.to_builtins(RunConfig(method="fedavg"))
 def out(tmp_path: Path) -> Path:
     """A folder with two queued runs, one that was interrupted, and a finished one."""
     folder = tmp_path / "runs"
-    store = open_record(folder)
-    store.runs.create("done", CONFIG)
-    store.runs.update("done", status="finished")
-    for name in ("begun", "first", "second"):
-        store.runs.submit(name, CONFIG)
-    assert store.runs.take_from_queue("begun", CONFIG, {"port": 7})
-    store.runs.update("begun", status="interrupted")
-    store.close()
+    with open_record(folder) as store:
+        store.runs.create("done", CONFIG)
+        store.runs.update("done", status="finished")
+        for name in ("begun", "first", "second"):
+            store.runs.submit(name, CONFIG)
+        assert store.runs.take_from_queue("begun", CONFIG, {"port": 7})
+        store.runs.update("begun", status="interrupted")
     return folder
 
 
@@ -60,11 +59,8 @@ def refused(*arguments: object) -> str:
 
 
 def statuses(out: Path) -> dict[str, str]:
-    store = open_record(out)
-    try:
+    with open_record(out) as store:
         return {record.id: record.status for record in store.runs.read_all()}
-    finally:
-        store.close()
 
 
 def members(out: Path, **labels: str) -> None:
@@ -78,14 +74,13 @@ def test_submit_prints_the_name_of_the_run(tmp_path: Path, forked_worker: None) 
     file.write_text('method = "fedavg"\n[model_options]\ndepth = 2\n')
     assert said("submit", file, "--run", "one", "--rounds", 3, "--runs", out) == "one\n"
     name = json.loads(said("submit", file, "--federation", "home", "--runs", out, "--json"))["run"]
-    store = open_record(out)
-    assert [record.id for record in store.runs.read_submitted()] == ["one", name]
-    config = store.runs.read("one").config
-    assert (config["rounds"], config["model_options"]) == (3, {"depth": 2})
-    assert "federation" not in config
-    assert store.runs.read(name).config["federation"] == "home"
-    assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--runs", out)
-    store.close()
+    with open_record(out) as store:
+        assert [record.id for record in store.runs.read_submitted()] == ["one", name]
+        config = store.runs.read("one").config
+        assert (config["rounds"], config["model_options"]) == (3, {"depth": 2})
+        assert "federation" not in config
+        assert store.runs.read(name).config["federation"] == "home"
+        assert "run 'one' exists already" in refused("submit", file, "--run", "one", "--runs", out)
 
 
 def test_submit_takes_a_run_that_starts_from_one_before_it_in_the_queue(tmp_path: Path, forked_worker: None) -> None:
@@ -134,11 +129,10 @@ def test_cancel_ends_unserved_run_at_once(out: Path, run: str) -> None:
     assert said("cancel", run, "--runs", out) == f"run {run}: cancelled\n"
     assert statuses(out)[run] == "cancelled"
     assert refused("cancel", run, "--runs", out) == f"run {run!r} is cancelled already"
-    store = open_record(out)
-    assert run not in [record.id for record in store.runs.read_submitted()]
-    assert store.runs.has_ended(run), "results of it are refused"
-    assert not store.runs.take_from_queue(run, CONFIG, {})
-    store.close()
+    with open_record(out) as store:
+        assert run not in [record.id for record in store.runs.read_submitted()]
+        assert store.runs.has_ended(run), "results of it are refused"
+        assert not store.runs.take_from_queue(run, CONFIG, {})
     assert f"run {run!r} is cancelled" in refused("start", "--resume", run, "--runs", out)
 
 
@@ -147,10 +141,9 @@ def test_cancel_leaves_a_run_that_is_served_to_its_coordinator(out: Path) -> Non
     with open(out / "begun" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert json.loads(said("cancel", "begun", "--runs", out, "--json")) == {"run": "begun", "status": "interrupted"}
-    store = open_record(out)
-    assert store.runs.is_cancelled("begun")
-    assert not store.runs.is_cancelled("first")
-    store.close()
+    with open_record(out) as store:
+        assert store.runs.is_cancelled("begun")
+        assert not store.runs.is_cancelled("first")
 
 
 def test_cancel_names_runs_that_are_over_or_unknown(out: Path) -> None:

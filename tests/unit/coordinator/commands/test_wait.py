@@ -51,7 +51,7 @@ def test_wait_goes_on_through_interruptions_and_rounds(store: Record, tmp_path: 
     results = []
     waiting = Thread(target=lambda: results.append(said("wait", RUN, "--runs", tmp_path)))
     waiting.start()
-    with closing(open_record(tmp_path)) as other:
+    with open_record(tmp_path) as other:
         other.rounds.open(RUN, 3, ["pi"], 1)
         other.runs.update(RUN, status="finished")
     wait_until(lambda: not waiting.is_alive(), "the command did not end")

@@ -26,23 +26,22 @@ def test_processors_are_one_process_or_several() -> None:
     assert torch_devices(choose_accelerator("cpu:2")) == ("cpu", "cpu")
 
 
-@pytest.mark.parametrize("wanted", ["cpu:0", f"cpu:{MOST_PROCESSES + 1}"])
-def test_a_number_of_processes_that_this_machine_does_not_take(wanted: str) -> None:
-    assert refusal(wanted) == f"this machine supports 1 to {MOST_PROCESSES} processes"
+PROCESSES = f"this machine supports 1 to {MOST_PROCESSES} processes"
+CPU_FORM = "the processor is written 'cpu', or 'cpu:2' for two processes"
+CUDA_FORM = "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'"
 
 
-@pytest.mark.parametrize("wanted", ["cpu:", "cpu:two", "cpu:-1", "cpu:0,1"])
-def test_processors_that_are_written_otherwise(wanted: str) -> None:
-    assert refusal(wanted) == "the processor is written 'cpu', or 'cpu:2' for two processes"
-
-
-@pytest.mark.parametrize("wanted", ["cuda:", "cuda:0,", "cuda:0;1", "cuda:first"])
-def test_gpus_that_are_written_otherwise(wanted: str) -> None:
-    assert refusal(wanted) == "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'"
-
-
-def test_a_gpu_that_is_named_twice() -> None:
-    assert refusal("cuda:0,1,0") == "cuda:0 is listed more than once"
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ("cpu:0", PROCESSES), (f"cpu:{MOST_PROCESSES + 1}", PROCESSES),
+        ("cpu:", CPU_FORM), ("cpu:two", CPU_FORM), ("cpu:-1", CPU_FORM), ("cpu:0,1", CPU_FORM),
+        ("cuda:", CUDA_FORM), ("cuda:0,", CUDA_FORM), ("cuda:0;1", CUDA_FORM), ("cuda:first", CUDA_FORM),
+        ("cuda:0,1,0", "cuda:0 is listed more than once"),
+    ],
+)  # fmt: skip
+def test_what_no_machine_could_use(wanted: str, reason: str) -> None:
+    assert refusal(wanted) == reason
 
 
 @pytest.mark.parametrize("wanted", ["cuda", "cuda:0", "cuda:0,1"])

@@ -50,30 +50,22 @@ def test_what_is_too_long_is_left_out() -> None:
     assert screened.figures == {"median_norm": pytest.approx(2.5), "left_out": 1.0}
 
 
-def test_of_two_none_is_the_odd_one_out() -> None:
+def test_outliers_are_long_updates_of_three_or_more() -> None:
     assert Screen(reject_scale=2.0).apply([update("a", 1), update("b", 100)]).outliers == []
-
-
-def test_a_short_update_is_no_outlier() -> None:
-    """A device with few images moves little."""
+    # a short update is no outlier: A device with few images moves little
     assert Screen(reject_scale=2.0).apply([update("a", 0.001), update("b", 1), update("c", 1)]).outliers == []
 
 
-def test_clipping_to_a_number() -> None:
+def test_clipping_to_a_number_or_to_the_median_of_all() -> None:
     screened = Screen(clip_norm=2.0).apply([update("a", 1), update("b", 8)])
     assert lengths(screened) == pytest.approx({"a": 1, "b": 2})
     assert screened.figures["clipped"] == 1
-
-
-def test_clipping_to_the_median() -> None:
-    """Norms 1, 4, 100: both above 4 are scaled to it, in their direction."""
+    # clipping to the median: Norms 1, 4, 100: both above 4 are scaled to it, in their direction
     screened = Screen(clip_norm="median").apply([update("a", 1), update("b", 4), update("c", 100)])
     assert lengths(screened) == pytest.approx({"a": 1, "b": 4, "c": 4})
     assert screened.uploads[2].load()["a"] == pytest.approx([2.4])
-
-
-def test_the_median_is_of_all_that_came() -> None:
-    """Also of those that are left out: 1, 4, 5, 100 have 4.5, without the last it would be 4."""
+    # the median is of all that came: Also of those that are left out: 1, 4, 5, 100 have 4.5, without the last it
+    # would be 4
     screened = Screen(clip_norm="median", reject_scale=5.0).apply(
         [update(name, size) for name, size in zip("abcd", (1, 4, 5, 100), strict=True)]
     )

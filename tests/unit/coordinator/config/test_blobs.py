@@ -9,21 +9,20 @@ from fedvit.errors import ConfigError
 from tests.support.codes import has_code
 
 
-def test_bucket_prefix_and_origin() -> None:
+def test_address_of_each_kind_of_store() -> None:
     blobs = make_config({"blobs": {"url": "s3://models/fleet/berlin/", "region": "eu-central-1"}}, "file").run.blobs
     assert (blobs.bucket, blobs.prefix) == ("models", "fleet/berlin")
     assert blobs.origin == "https://s3.eu-central-1.amazonaws.com"
     assert BlobsConfig(url="s3://models", endpoint="http://nas:9000/").origin == "http://nas:9000"
     assert BlobsConfig().origin == ""
-
-
-def test_stores_of_other_makers() -> None:
     google, azure = BlobsConfig(url="gs://models/fleet/berlin"), BlobsConfig(url="az://acme/models/fleet/berlin")
     assert (google.bucket, google.prefix) == (azure.bucket, azure.prefix) == ("models", "fleet/berlin")
     assert google.origin == "https://storage.googleapis.com"
     assert (azure.account, azure.origin) == ("acme", "https://acme.blob.core.windows.net")
     assert BlobsConfig(url="az://acme/models", endpoint="http://nas:9000/").origin == "http://nas:9000"
     assert BlobsConfig(url="az://acme/models").prefix == ""
+    blobs = BlobsConfig(url="file:///srv/mirror/", mirror=True, endpoint="http://nas:9000")
+    assert (blobs.folder, blobs.origin) == ("/srv/mirror", "")
 
 
 @pytest.mark.parametrize(
@@ -58,11 +57,6 @@ def test_missing_library_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
     check_blobs(BlobsConfig(), "flags")
     with pytest.raises(ConfigError, check=has_code("FV1017")):
         check_blobs(BlobsConfig(url="s3://models"), "flags")
-
-
-def test_folder_as_a_mirror() -> None:
-    blobs = BlobsConfig(url="file:///srv/mirror/", mirror=True, endpoint="http://nas:9000")
-    assert (blobs.folder, blobs.origin) == ("/srv/mirror", "")
 
 
 def test_resumed_run_may_use_another_store() -> None:

@@ -31,13 +31,10 @@ def test_listen_and_port_that_contradict_each_other_are_refused() -> None:
         make_config({"broker": {"listen": "127.0.0.1:18831", "port": 1883}}, "test")
 
 
-def test_limits_are_those_of_the_profile_unless_they_are_given() -> None:
+def test_limits_are_those_of_a_named_profile_unless_they_are_given() -> None:
     given = {"limits": "aws-iot-core", "max_payload_bytes": 100_000, "publishes_per_s": 0}
     limits = make_config({"broker": given}, "test").broker.broker_limits()
     assert limits == BrokerLimits(100_000, publishes_per_s=0, topics_per_subscribe=8, max_inflight=100)
     assert make_config({}, "test").broker.broker_limits() == BrokerLimits()
-
-
-def test_profiles_are_those_that_can_be_named() -> None:
     field = next(field for field in msgspec.structs.fields(BrokerConfig) if field.name == "limits")
     assert set(get_args(get_args(field.type)[0])) == {"none", *PROFILES}

@@ -28,11 +28,8 @@ def test_resumed_config_takes_what_is_equal(given: dict[str, Any]) -> None:
     assert resumed(given) == make_config(BEGAN, "test").run
 
 
-def test_resumed_config_takes_more_rounds_and_fewer_devices() -> None:
+def test_resumed_config_takes_more_rounds_fewer_devices_and_other_stop_rules() -> None:
     assert resumed({"rounds": 50, "devices": 2}) == make_config({**BEGAN, "rounds": 50, "devices": 2}, "test").run
-
-
-def test_resumed_config_takes_other_stop_rules() -> None:
     config = resume_config("r", {**recorded(), "stop": {"patience": 2, "accuracy": 0.9}}, {"stop": {"patience": 5}}, "")
     assert (config.stop.patience, config.stop.accuracy) == (5, 0.9)
 

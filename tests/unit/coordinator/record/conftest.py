@@ -12,7 +12,6 @@ from tests.support.records import CONFIG
 @pytest.fixture
 def store(runs: Path) -> Iterator[Record]:
     """With one run, `r`."""
-    opened = open_record(runs)
-    opened.runs.create("r", CONFIG)
-    yield opened
-    opened.close()
+    with open_record(runs) as opened:
+        opened.runs.create("r", CONFIG)
+        yield opened

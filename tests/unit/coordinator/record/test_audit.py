@@ -12,8 +12,7 @@ from coordinator.record import audit
 from coordinator.record.audit import Actor, acting_as, check_entries, current_actor
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import AUDIT
-from coordinator.rounds.service.cancelling import cancel
-from coordinator.rounds.service.pausing import pause
+from coordinator.rounds.service.run_requests import cancel, pause
 from fedvit.errors import ConfigError, Damaged
 from tests.support.codes import has_code
 
@@ -96,9 +95,8 @@ def test_oldest_entries_are_removed_by_rule(store: Record, monkeypatch: pytest.M
 
 def test_command_shows_and_checks(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    store = open_record(runs)
-    store.runs.create("r", {})
-    store.close()
+    with open_record(runs) as store:
+        store.runs.create("r", {})
     runner = CliRunner()
     assert runner.invoke(cli, ["pause", "r", "--runs", str(runs)]).exit_code == 0
     shown = runner.invoke(cli, ["audit", "--runs", str(runs)])

@@ -186,12 +186,11 @@ def test_strikes_and_what_followed_are_put_back(record: BackedUp) -> None:
 
 
 def test_without_copies_there_are_no_notes(tmp_path: Path) -> None:
-    store = open_record(tmp_path)
-    store.runs.create(RUN, {})
-    backups = Backups(store, RUN, tmp_path / RUN, 0)
-    write_round(store, 1, NAMES, backups=backups)
-    backups.after_round(1, last=True)
-    store.close()
+    with open_record(tmp_path) as store:
+        store.runs.create(RUN, {})
+        backups = Backups(store, RUN, tmp_path / RUN, 0)
+        write_round(store, 1, NAMES, backups=backups)
+        backups.after_round(1, last=True)
     assert not (tmp_path / RUN).exists()
 
 
@@ -276,17 +275,15 @@ def test_gc_removes_what_the_copies_replace_and_nothing_else(tmp_path: Path) -> 
 
 def test_a_run_that_was_removed_is_not_lost(tmp_path: Path) -> None:
     """Copies still have it: only a run whose folder is there, and that the record does not know, means damage."""
-    store = open_record(tmp_path)
-    play_run(store, tmp_path, "first")
-    remove_runs(store, tmp_path, ["first"])
-    store.close()
-    store = open_record(tmp_path)
-    with pytest.raises(ConfigError):
-        store.runs.read("first")
-    play_run(store, tmp_path, "second")
-    store.runs.remove("second")  # its rows only, as a lost journal does
-    with pytest.raises(Damaged):
-        store.runs.read("second")
-    store.close()
+    with open_record(tmp_path) as store:
+        play_run(store, tmp_path, "first")
+        remove_runs(store, tmp_path, ["first"])
+    with open_record(tmp_path) as store:
+        with pytest.raises(ConfigError):
+            store.runs.read("first")
+        play_run(store, tmp_path, "second")
+        store.runs.remove("second")  # its rows only, as a lost journal does
+        with pytest.raises(Damaged):
+            store.runs.read("second")
     with pytest.raises(Damaged):
         open_record(tmp_path)

@@ -42,13 +42,12 @@ for number in range(1, 1_000_000):
 def test_two_processes_may_read_and_write(store: Record) -> None:
     """`coordinator show` while a run is going."""
     assert store.database.folder
-    reader = open_record(store.database.folder)
-    assert reader.runs.read_all()[0].id == "r"
-    store.rounds.open("r", 1, ["a"])
-    assert [record.round for record in reader.rounds.read_all("r")] == [1]
-    reader.devices.add_refusal("r", RefusalRecord(1, "a", "train", "late"))
-    assert len(store.devices.read_refusals("r")) == 1
-    reader.close()
+    with open_record(store.database.folder) as reader:
+        assert reader.runs.read_all()[0].id == "r"
+        store.rounds.open("r", 1, ["a"])
+        assert [record.round for record in reader.rounds.read_all("r")] == [1]
+        reader.devices.add_refusal("r", RefusalRecord(1, "a", "train", "late"))
+        assert len(store.devices.read_refusals("r")) == 1
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but it is quite a bit of text" * 50, b"short"])

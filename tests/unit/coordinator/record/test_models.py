@@ -36,16 +36,15 @@ def test_models_outlive_the_process(tmp_path: Path) -> None:
 
 
 def test_promotion_keeps_every_field(tmp_path: Path) -> None:
-    store = open_record(tmp_path)
-    made = Promotion(
-        model="r-1", at="2026-11-28T10:00", act="promoted", actor="ada", reason="by hand", devices=3, former="r-0",
-        challenger=0.9, champion=0.8, images=120, low=0.02, high=0.18,
-    )  # fmt: skip
-    store.models.add_promotion(made)
-    store.models.add_promotion(msgspec.structs.replace(made, model="r-2", low=None))
-    assert store.models.read_promotions(["r-1"]) == [made]
-    assert store.models.read_promotions()[1].low is None
-    store.close()
+    with open_record(tmp_path) as store:
+        made = Promotion(
+            model="r-1", at="2026-11-28T10:00", act="promoted", actor="ada", reason="by hand", devices=3, former="r-0",
+            challenger=0.9, champion=0.8, images=120, low=0.02, high=0.18,
+        )  # fmt: skip
+        store.models.add_promotion(made)
+        store.models.add_promotion(msgspec.structs.replace(made, model="r-2", low=None))
+        assert store.models.read_promotions(["r-1"]) == [made]
+        assert store.models.read_promotions()[1].low is None
 
 
 def test_record_from_before_models_is_brought_up_to_date(tmp_path: Path) -> None:
@@ -54,8 +53,7 @@ def test_record_from_before_models_is_brought_up_to_date(tmp_path: Path) -> None
         for table in ("models", "device_models", "promotions"):
             database.execute(f"DROP TABLE {table}")
         database.execute("UPDATE alembic_version SET version_num = '0002'")
-    store = open_record(tmp_path)
-    assert store.models.read_all() == []
-    compare_on(store, "r-1", {"a": FIRST}, after=0)
-    assert store.models.read("r-1").stage == "champion"
-    store.close()
+    with open_record(tmp_path) as store:
+        assert store.models.read_all() == []
+        compare_on(store, "r-1", {"a": FIRST}, after=0)
+        assert store.models.read("r-1").stage == "champion"

@@ -139,19 +139,17 @@ def test_a_restart_forgets_nothing(runs: Path) -> None:
     private = config(noise_multiplier=2.0, clip=1.0)
     told: list[float] = []
     for number in (1, 2, 3):
-        store = open_record(runs)
-        if number == 1:
-            store.runs.create("r", {})
-        store.rounds.open("r", number, ["a"])
-        figures = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
-        store.rounds.close("r", number, SavedState({}, None, {}), figures)
-        told.append(figures["dp_epsilon"])
-        store.close()
+        with open_record(runs) as store:
+            if number == 1:
+                store.runs.create("r", {})
+            store.rounds.open("r", number, ["a"])
+            figures = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
+            store.rounds.close("r", number, SavedState({}, None, {}), figures)
+            told.append(figures["dp_epsilon"])
     assert told == sorted(told)
-    store = open_record(runs)
-    store.runs.create("later", {"start_from": "r"})
-    last = round_figures(store, "later", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
-    store.close()
+    with open_record(runs) as store:
+        store.runs.create("later", {"start_from": "r"})
+        last = round_figures(store, "later", private, PrivacyStep(private.privacy.noise_multiplier, 4, 2), [])
     assert last["dp_epsilon"] == pytest.approx(compute_epsilon([PrivacyStep(1.0, 4, 4)], private.privacy))
 
 
@@ -177,27 +175,25 @@ def test_run_whose_first_round_would_exceed_the_limit_does_not_begin(runs: Path,
     with pytest.raises(ConfigError) as refused:
         check_first_round(limit_epsilon(0.99 * first), None)
     assert refused.value.code == "FV1028"
-    store = open_record(runs)
-    store.runs.create("r", {})
-    store.rounds.open("r", 1, ["a"])
-    figures = round_figures(store, "r", config(**noise), PrivacyStep(2.0, 4, 4), [])
-    store.rounds.close("r", 1, SavedState({}, None, {}), figures)
-    with pytest.raises(ConfigError):
-        check_first_round(limit_epsilon(1.01 * first, start_from="r"), store)
-    check_first_round(limit_epsilon(2.1 * first, start_from="r"), store)
-    store.close()
+    with open_record(runs) as store:
+        store.runs.create("r", {})
+        store.rounds.open("r", 1, ["a"])
+        figures = round_figures(store, "r", config(**noise), PrivacyStep(2.0, 4, 4), [])
+        store.rounds.close("r", 1, SavedState({}, None, {}), figures)
+        with pytest.raises(ConfigError):
+            check_first_round(limit_epsilon(1.01 * first, start_from="r"), store)
+        check_first_round(limit_epsilon(2.1 * first, start_from="r"), store)
 
 
 def test_features_add_up_over_rounds(runs: Path) -> None:
     """Uploads of at most 6 and 3 rows: 9 rows of one device."""
     private = config("eftvit", feature_noise=20.0, feature_clip=1.0)
-    store = open_record(runs)
-    store.runs.create("r", {})
-    store.rounds.open("r", 1, ["a"])
-    first = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 1, 1), [2, 6])
-    store.rounds.close("r", 1, SavedState({}, None, {}), first)
-    second = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 1, 1), [3])
-    store.close()
+    with open_record(runs) as store:
+        store.runs.create("r", {})
+        store.rounds.open("r", 1, ["a"])
+        first = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 1, 1), [2, 6])
+        store.rounds.close("r", 1, SavedState({}, None, {}), first)
+        second = round_figures(store, "r", private, PrivacyStep(private.privacy.noise_multiplier, 1, 1), [3])
     assert second["dp_row_epsilon"] == first["dp_row_epsilon"] == compute_epsilon_of_rows(1, 20.0, 1e-5)
     assert second["dp_upload_epsilon"] == compute_epsilon_of_rows(3, 20.0, 1e-5)
     assert second["dp_device_epsilon"] == compute_epsilon_of_rows(9, 20.0, 1e-5)

@@ -92,19 +92,18 @@ def test_thinning_changes_nothing_that_is_to_stay(
 ) -> None:
     """Whatever round it is asked for, once or twice: totals, privacy, faults, and all that it takes to go on stay; of
     older rounds nothing else does, and never is anything of the newest closed round or of the open one taken."""
-    store = open_record(tmp_path_factory.mktemp("thin"))
-    play_run(store, "r", rounds, results)
-    oldest = min(max(before), rounds)
-    wanted = lasting(store, "r", oldest)
-    for number in before:
-        store.runs.thin("r", number)
-    assert lasting(store, "r", oldest) == wanted
-    newest = store.tasks.read_newest_used("r", oldest + 1)
-    left = [entry for entry in store.tasks.read_results("r") if entry.used_in < oldest]
-    assert all(entry.used_in == newest[entry.device].used_in for entry in left)
-    gone = [record for record in store.rounds.read_all("r") if record.round < oldest]
-    assert all((record.cohort, record.state, record.accuracy) == ([], None, None) for record in gone)
-    store.close()
+    with open_record(tmp_path_factory.mktemp("thin")) as store:
+        play_run(store, "r", rounds, results)
+        oldest = min(max(before), rounds)
+        wanted = lasting(store, "r", oldest)
+        for number in before:
+            store.runs.thin("r", number)
+        assert lasting(store, "r", oldest) == wanted
+        newest = store.tasks.read_newest_used("r", oldest + 1)
+        left = [entry for entry in store.tasks.read_results("r") if entry.used_in < oldest]
+        assert all(entry.used_in == newest[entry.device].used_in for entry in left)
+        gone = [record for record in store.rounds.read_all("r") if record.round < oldest]
+        assert all((record.cohort, record.state, record.accuracy) == ([], None, None) for record in gone)
 
 
 def test_details_that_copies_of_the_record_need_are_kept() -> None:
@@ -136,13 +135,12 @@ def test_run_that_keeps_few_rounds_continues_after_a_restart(stage: Stage, first
 def out(runs: Path) -> Iterator[Path]:
     """Finished runs `first`, `second` (which started from first) and `third`, and `open`, which is not finished."""
     folder = runs
-    store = open_record(folder)
-    for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
-        play_run(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
-        store.runs.update(name, status="running" if name == "open" else "finished")
-        (folder / name / "blobs" / "ab").mkdir(parents=True)
-        (folder / name / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
-    store.close()
+    with open_record(folder) as store:
+        for name, start in (("first", None), ("second", "first"), ("third", None), ("open", None)):
+            play_run(store, name, 4, {(number, "a"): 0 for number in range(1, 6)}, start_from=start)
+            store.runs.update(name, status="running" if name == "open" else "finished")
+            (folder / name / "blobs" / "ab").mkdir(parents=True)
+            (folder / name / "blobs" / "ab" / "cd").write_bytes(bytes(1000))
     return folder
 
 
@@ -163,14 +161,13 @@ def test_rm_removes_a_run_from_the_record_and_the_disk(out: Path) -> None:
     assert (gone["run"], gone["bytes"]) == ("third", 1000)
     assert listed(out) == {"open": 1000, "second": 1000, "first": 1000}
     assert not (out / "third").exists()
-    store = open_record(out)
-    assert (
-        store.tasks.read_results("third"),
-        store.devices.read_refusals("third"),
-        store.devices.read_all("third"),
-    ) == ([], [], [])
-    assert len(store.tasks.read_results("first")) == 9, "others are as they were"
-    store.close()
+    with open_record(out) as store:
+        assert (
+            store.tasks.read_results("third"),
+            store.devices.read_refusals("third"),
+            store.devices.read_all("third"),
+        ) == ([], [], [])
+        assert len(store.tasks.read_results("first")) == 9, "others are as they were"
 
 
 def test_rm_refuses_a_run_that_is_served_and_one_that_another_needs(out: Path) -> None:
@@ -229,15 +226,13 @@ def test_gc_keeps_a_run_that_a_kept_one_started_from(out: Path) -> None:
 
 
 def test_gc_thins_rounds_by_flag_and_by_each_runs_configuration(out: Path) -> None:
-    store = open_record(out)
-    play_run(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
-    store.close()
+    with open_record(out) as store:
+        play_run(store, "tidy", 4, {(number, "a"): 0 for number in range(1, 6)}, keep_rounds=3)
     assert [entry["run"] for entry in said("gc", "--runs", out)] == ["tidy"]
     said("gc", "--keep-rounds", 1, "--runs", out)
-    store = open_record(out)
-    assert [store.runs.read(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
-    assert {entry.used_in for entry in store.tasks.read_results("open")} == {4, 5}
-    store.close()
+    with open_record(out) as store:
+        assert [store.runs.read(name).thinned for name in ("tidy", "open", "first")] == [4, 4, 4]
+        assert {entry.used_in for entry in store.tasks.read_results("open")} == {4, 5}
     assert said("gc", "--keep-rounds", 1, "--runs", out) == []
 
 

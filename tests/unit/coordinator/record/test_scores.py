@@ -41,12 +41,9 @@ def test_scores_stops(stop: StopConfig, accuracies: list[float | None], stops_in
     assert stops_in is None or f"round {stops_in}" in str(scores.reason)
 
 
-def test_scores_counts_the_time_of_devices_and_server() -> None:
+def test_scores_stops_by_time_and_before_epsilon_would_be_exceeded() -> None:
     scores = follow(StopConfig(seconds=10), [0.1] * 9, {"devices_s": 3.0, "server_s": 1.0})
     assert "round 3" in str(scores.reason)
-
-
-def test_scores_stops_before_a_round_would_exceed_epsilon() -> None:
     assert follow(StopConfig(epsilon=8), [0.1], {NEXT_EPSILON: 8.0}).reason is None
     assert "round 1" in str(follow(StopConfig(epsilon=8), [0.1], {NEXT_EPSILON: 8.1}).reason)
 

@@ -1286,10 +1286,9 @@ def test_a_result_of_another_run_is_kept_by_its_device_unless_that_run_has_ended
 ) -> None:
     """Another run may be resumed, here or by another coordinator: its result is neither taken nor refused."""
     if status:
-        store = open_record(stage.out)
-        store.runs.create("yesterday", {})
-        store.runs.update("yesterday", status=status)
-        store.close()
+        with open_record(stage.out) as store:
+            store.runs.create("yesterday", {})
+            store.runs.update("yesterday", status=status)
     device = stage.fake("a", then_give_up(claimed(run="yesterday")))
     stage.fake("b")
     stage.start(devices=2)

@@ -283,9 +283,8 @@ def test_a_run_does_not_begin_from_a_damaged_one(stage: Stage, configure: Config
     file = BlobStore(stage.out / "r" / "blobs").path(state.groups["model"])
     stage.stop()
     flip(file, keep_date=False)
-    store = open_record(stage.out)
-    store.runs.create("next", {})
-    store.close()
+    with open_record(stage.out) as store:
+        store.runs.create("next", {})
     stage.start(run="next", start_from="r")
     ended = stage.finish()
     assert isinstance(ended, Damaged)
@@ -527,8 +526,7 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
     content = database.read_bytes()
 
     def read(folder: Path) -> object:
-        store = open_record(folder)
-        try:
+        with open_record(folder) as store:
             return (
                 store.runs.read_all(),
                 store.rounds.read_all("r"),
@@ -536,8 +534,6 @@ def test_no_flipped_byte_of_a_record_goes_unnoticed(stage: Stage) -> None:
                 store.strikes.read_all("r"),
                 store.strikes.read_quarantines("r"),
             )
-        finally:
-            store.close()
 
     want, said = read(stage.out), list[str]()
     draw = np.random.default_rng(7)

@@ -17,20 +17,14 @@ from coordinator.rounds.deadlines import (
 LIMIT_S = 10_000.0
 
 
-def test_fixed_deadline_is_never_extended() -> None:
+def test_fixed_and_predicted_deadlines() -> None:
     deadline = Deadline.fixed(100.0, 60.0)
     deadline.sign(159.0)
     deadline.progressed(159.0, 5, 10)
     deadline.restart(159.0)
     assert (deadline.at, deadline.latest) == (160.0, 160.0)
-
-
-def test_where_late_results_count_a_number_closes_the_round_and_the_limit_ends_the_task() -> None:
     deadline = Deadline.fixed(100.0, 60.0, LIMIT_S)
     assert (deadline.at, deadline.latest) == (160.0, 100.0 + LIMIT_S)
-
-
-def test_a_prediction_has_slack_and_a_floor() -> None:
     assert Deadline.expected(0.0, LIMIT_S, 100.0).at == SLACK * 100.0
     assert Deadline.expected(0.0, LIMIT_S, 0.5).at == FLOOR_S
     assert Deadline.expected(0.0, LIMIT_S, None).at == FIRST_S
@@ -131,7 +125,7 @@ def test_bytes_and_our_own_delay_move_a_deadline_beyond_that() -> None:
         assert waiting.at >= now + FLOOR_S
 
 
-def test_an_upload_must_move_whatever_the_deadline_is() -> None:
+def test_deadline_of_an_upload_and_the_speed_of_a_link() -> None:
     for deadline in (Deadline.fixed(0.0, 10**6), Deadline.expected(0.0, 10**6, 10**5)):
         assert deadline.upload_until > 10**9, "nothing is fetched"
         deadline.fetching(50.0)
@@ -140,9 +134,6 @@ def test_an_upload_must_move_whatever_the_deadline_is() -> None:
         assert deadline.upload_until == 50.0 + UPLOAD_S + 7.0
         deadline.kept_waiting(70.0)
         assert deadline.upload_until > 10**9, "it is its turn no longer"
-
-
-def test_a_links_speed_is_half_its_newest() -> None:
     links = Links()
     assert links.seconds("a", 250_000) == 250_000 / SLOW_LINK_BYTES_PER_S
     links.measured("a", 1_000_000, 1.0)

@@ -16,15 +16,12 @@ def shown(view: View, width: int, height: int = 24) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_a_line_for_each_device() -> None:
+def test_a_line_for_each_device_the_working_ones_first() -> None:
     lines = shown(View(HEADLINE, [DeviceLine("pi-1", "train", 15, 60, 0.5), DeviceLine("pi-2", "fetching")]), 80)
     assert lines[0] == HEADLINE
     assert lines[1].split()[:2] == ["pi-1", "train"]
     assert lines[1].endswith("loss 0.500")
     assert lines[2].split() == ["pi-2", "fetching"]
-
-
-def test_working_devices_come_first() -> None:
     states = ["done", "train", "offline", "uploading", "failed", "fetching"]
     lines = shown(View("", [DeviceLine(f"pi-{number}", state) for number, state in enumerate(states)]), 80)
     assert [line.split()[0] for line in lines[1:]] == ["pi-1", "pi-3", "pi-5", "pi-0", "pi-2", "pi-4"]

@@ -324,9 +324,8 @@ def beside(stage: Stage, folder: Path, run: str) -> Stage:
     second = Stage(folder, stage._configure, stage._graph_cache)
     second.broker, second.fakes = stage.broker, stage.fakes
     if run != "r":
-        store = open_record(second.out)
-        store.runs.create(run, {})
-        store.close()
+        with open_record(second.out) as store:
+            store.runs.create(run, {})
     second.start(run=run)
     return second
 

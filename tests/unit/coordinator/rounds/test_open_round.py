@@ -6,7 +6,7 @@ from fedvit.wire.messages import DeviceState
 from tests.support.devices import hello, result
 
 
-def test_open_round_waits_for_its_cohort_in_order_and_closes_when_all_have_answered() -> None:
+def test_open_round_closes_with_all_or_enough_results() -> None:
     opened = OpenRound(RoundPlan("run", 1, "train", ["b", "a", "c"], 3))
     assert opened.waiting_for() == ["b", "a", "c"]
     opened.accept("a")
@@ -15,9 +15,6 @@ def test_open_round_waits_for_its_cohort_in_order_and_closes_when_all_have_answe
     opened.fail("c", Missing.FAILED)
     assert opened.closes()
     assert (opened.accepted, opened.declined()) == ({"a"}, {"b"})
-
-
-def test_open_round_closes_with_enough_results() -> None:
     opened = OpenRound(RoundPlan("run", 1, "train", ["a", "b", "c"], 2))
     opened.accept("c")
     assert not opened.closes()

@@ -12,10 +12,9 @@ from coordinator.rounds.quarantine import Quarantine
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    made = open_record(tmp_path)
-    made.runs.create("r", {})
-    yield made
-    made.close()
+    with open_record(tmp_path) as made:
+        made.runs.create("r", {})
+        yield made
 
 
 def of(store: Record, *, limit: int = 2, rounds: int | None = None) -> Quarantine:
@@ -37,11 +36,10 @@ def test_the_last_of_the_strikes_puts_a_device_away(store: Record) -> None:
 
 def test_a_restart_forgives_nothing(store: Record, tmp_path: Path) -> None:
     of(store).strike("pi", 1, "too long")
-    again = open_record(tmp_path)
-    quarantine = of(again)
-    assert quarantine.strike("pi", 2, "too long")
-    assert of(again).admitted(["pi"], 3) == []
-    again.close()
+    with open_record(tmp_path) as again:
+        quarantine = of(again)
+        assert quarantine.strike("pi", 2, "too long")
+        assert of(again).admitted(["pi"], 3) == []
 
 
 def test_work_that_is_done_again_counts_once(store: Record) -> None:

@@ -85,10 +85,9 @@ class Sent:
 @pytest.fixture
 def sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
     monkeypatch.setattr(scheduler, "CHECK_INTERVAL_S", 0.0)
-    store = open_record(tmp_path)
-    store.runs.create("r", {})
-    yield Sent(tmp_path, store)
-    store.close()
+    with open_record(tmp_path) as store:
+        store.runs.create("r", {})
+        yield Sent(tmp_path, store)
 
 
 def test_tasks_wait_while_earlier_ones_have_not_left_this_process(sent: Sent) -> None:

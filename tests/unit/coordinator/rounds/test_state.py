@@ -24,10 +24,9 @@ from tests.support.devices import hello, result
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    opened = open_record(tmp_path)
-    opened.runs.create("run", {})
-    yield opened
-    opened.close()
+    with open_record(tmp_path) as opened:
+        opened.runs.create("run", {})
+        yield opened
 
 
 def state_of(store: Record, folder: Path, **values: Any) -> RunState:

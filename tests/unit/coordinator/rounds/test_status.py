@@ -44,14 +44,11 @@ def test_status_names_awaited_devices_and_their_deadlines() -> None:
     ]
 
 
-def test_status_of_unserved_run_names_the_command_to_resume() -> None:
+def test_status_of_a_run_that_is_not_served() -> None:
     told = status(age_s=STALE_S + 5)
     assert lines("r", "interrupted", told, RESUME) == [
         f"run r: interrupted; not served since {local(told.at)}: {RESUME}"
     ]
-
-
-def test_ended_run_awaits_no_device() -> None:
     assert lines("r", "finished", status(age_s=1000), RESUME) == ["run r: finished"]
 
 

@@ -103,11 +103,8 @@ def test_a_device_with_known_classes_may_join(classes: tuple[str, ...]) -> None:
     check_hello(hello(), classes)
 
 
-def test_a_device_without_test_images_may_join() -> None:
+def test_classes_of_a_hello_are_checked() -> None:
     check_hello(hello(test_samples=0), CLASSES)
-
-
-def test_an_unknown_class_folder_is_named() -> None:
     with pytest.raises(PeerRefused) as refused:
         check_hello(hello(classes=("ant", "wasp", "zebra")), CLASSES)
     assert str(refused.value) == "its class folders 'wasp', 'zebra' are not among this run's 3 classes: ant, bee, cow"
@@ -123,18 +120,12 @@ def test_class_with_unprintable_name_is_refused(name: str) -> None:
     assert str(refused.value).isprintable()
 
 
-def test_announced_classes_are_bounded() -> None:
+def test_many_classes_and_missing_images_are_refused() -> None:
     check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 3)
     with pytest.raises(PeerRefused, check=has_code("FV1406")):
         check_new_classes(hello(classes=("ant", "bee")), ["bee", "cow"], 2)
-
-
-def test_of_many_classes_ten_are_listed() -> None:
     with pytest.raises(PeerRefused, check=has_code("FV1404")):
         check_hello(hello(), tuple(map(str, range(100))))
-
-
-def test_a_device_without_training_images_is_refused() -> None:
     with pytest.raises(PeerRefused, check=has_code("FV1407")):
         check_hello(hello(train_samples=0), CLASSES)
 
@@ -335,22 +326,17 @@ def test_unexpected_upload_is_refused() -> None:
         check_result(result(), alone, hello())
 
 
-def test_the_largest_upload_of_deltas() -> None:
-    """a and b hold 6 + 4 float32: 40 bytes, and 64 KiB for names and shapes."""
+def test_the_largest_upload_fits_every_honest_one() -> None:
+    # the largest upload of deltas: a and b hold 6 + 4 float32: 40 bytes, and 64 KiB for names and shapes
     assert largest_upload_bytes(AVERAGED, 20) == 40 + 65_536
     limit = 40 + 65_536
     check_result(result(upload=Manifest(DIGEST, limit, 1024)), AVERAGED, hello())
     with pytest.raises(BadPayload, match=f"an upload of {limit + 1} bytes, this program allows at most {limit}"):
         check_result(result(upload=Manifest(DIGEST, limit + 1, 1024)), AVERAGED, hello())
-
-
-def test_the_largest_upload_of_features() -> None:
-    """20 images in 5 epochs: at most 100 rows of 16 float32 and one int64, 100 * (64 + 8) bytes, and 64 KiB."""
+    # the largest upload of features: 20 images in 5 epochs: at most 100 rows of 16 float32 and one int64, 100 * (64
+    # + 8) bytes, and 64 KiB
     assert largest_upload_bytes(COLLECTED, 20) == 7200 + 65_536
-
-
-def test_an_honest_upload_is_never_too_large() -> None:
-    """As large as the rules allow, packed as a device packs it."""
+    # an honest upload is never too large: As large as the rules allow, packed as a device packs it
     assert len(pack(features([0] * 100))) <= largest_upload_bytes(COLLECTED, 20)
     assert len(pack(deltas())) <= largest_upload_bytes(AVERAGED, 20)
 

@@ -917,12 +917,11 @@ def test_devices_lists_members_and_quarantines(tmp_path: Path) -> None:
     deployment, runs = make_deployment(tmp_path / "deployment"), tmp_path / "runs"
     for name in ("pi-1", "pi-2"):
         make_device(deployment, tmp_path / "keys", name)
-    store = open_record(runs)
-    for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
-        store.runs.create(record, {})
-        store.rounds.open(record, 1, ["pi-1", "pi-2"])
-        Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
-    store.close()
+    with open_record(runs) as store:
+        for record, device, limit in (("older", "pi-2", 1), ("newest", "pi-1", 3)):
+            store.runs.create(record, {})
+            store.rounds.open(record, 1, ["pi-1", "pi-2"])
+            Quarantine(record, store, RobustConfig(strikes=limit, quarantine_rounds=4)).strike(device, 1, "NaN")
     listed = ["devices", "--deployment", str(deployment.folder)]
     assert all("strikes" not in entry for entry in json.loads(run(*listed, "--json").stdout))
     here = json.loads(run(*listed, "--runs", str(runs), "--json").stdout)

@@ -38,7 +38,7 @@ def fill(folder: Path, url: str | None = None) -> None:
         (folder / "record.url").write_text(url)
     blobs = BlobStore(folder / "r" / "blobs")
     group, upload = blobs.put(GROUP), blobs.put(UPLOAD)
-    with closing(open_record(folder)) as store:
+    with open_record(folder) as store:
         store.runs.create("r", {"method": "fedavg", "blobs": {"url": "s3://bucket/models", "mirror": True}})
         store.runs.update("r", status="running", broker={"deployment": "elsewhere"})
         store.rounds.open("r", 1, ["pi"], 1)
@@ -63,7 +63,7 @@ def test_restored_runs_are_the_same(runs: Path, tmp_path: Path) -> None:
     backups, target = BackupFolder(tmp_path / "backups"), tmp_path / "new" / "runs"
     backups.make(runs, None)
     backups.restore(backups.find(None), target, None, keep_mirrors=True)
-    with closing(open_record(runs)) as before, closing(open_record(target)) as after:
+    with open_record(runs) as before, open_record(target) as after:
         assert after.runs.read("r") == before.runs.read("r")
         assert after.rounds.read_all("r") == before.rounds.read_all("r")
         assert after.tasks.read_results("r") == before.tasks.read_results("r")
@@ -79,7 +79,7 @@ def test_restored_run_does_not_write_the_mirror_of_its_original(runs: Path, tmp_
     made = backups.make(runs, None)
     assert made.mirrors == {"r": "s3://bucket/models"}
     backups.restore(made, tmp_path / "new", None)
-    with closing(open_record(tmp_path / "new")) as store:
+    with open_record(tmp_path / "new") as store:
         assert store.runs.read("r").config["blobs"] == {"url": None, "mirror": False}
 
 
@@ -127,7 +127,7 @@ def test_run_that_prunes_meanwhile_is_copied_again(runs: Path, tmp_path: Path, m
 
     def keep_then_close(self: BackupFolder, folder: Path, root: str) -> dict[str, BackedUpFile]:
         kept = keep_files(self, folder, root)
-        with closing(open_record(runs)) as store:
+        with open_record(runs) as store:
             number = store.rounds.read_newest_closed("r").round + 1  # type: ignore[union-attr]
             state = SavedState({"all": blobs.put(f"state {number}".encode()).digest}, None, {})
             store.rounds.close("r", number, state, {})
@@ -138,7 +138,7 @@ def test_run_that_prunes_meanwhile_is_copied_again(runs: Path, tmp_path: Path, m
     monkeypatch.setattr(BackupFolder, "_keep_files", keep_then_close)
     backups = BackupFolder(tmp_path / "backups")
     backups.restore(backups.make(runs, None), tmp_path / "new", None)
-    with closing(open_record(tmp_path / "new")) as store:
+    with open_record(tmp_path / "new") as store:
         newest = store.rounds.read_newest_closed("r")
     assert newest is not None
     assert newest.state is not None
@@ -225,7 +225,7 @@ def test_record_moves_from_and_to_postgresql(tmp_path: Path, postgresql: Postgre
     backups.restore(made, tmp_path / "database", None, url=url, keep_mirrors=True)
     found: list[Any] = []
     for folder in ("runs", "file", "database"):
-        with closing(open_record(tmp_path / folder)) as store:
+        with open_record(tmp_path / folder) as store:
             found.append((store.runs.read("r"), store.rounds.read_all("r"), store.tasks.read_results("r")))
     assert found[0] == found[1] == found[2]
     assert not list((tmp_path / "database").glob("fedvit.db*"))

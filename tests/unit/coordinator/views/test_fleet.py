@@ -98,7 +98,7 @@ def test_certificate_that_ends_marks_a_device_and_a_revoked_one_is_left_out(stor
 def test_members_of_a_service_belong_to_the_fleet_without_any_run(tmp_path: Path) -> None:
     members = [MemberStatus(device=name, labels={"site": "north"}, online=name == "a", run=None) for name in "ab"]
     service = ServiceStatus(federation="home", broker="b:1", running=[], members=members)
-    with closing(open_record(tmp_path)) as empty:
+    with open_record(tmp_path) as empty:
         fleet = view(empty, tmp_path, service=service)
     assert states(fleet) == {"a": "idle", "b": "away"}
     assert fleet.runs == []

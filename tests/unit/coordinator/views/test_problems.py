@@ -30,7 +30,7 @@ def serve(folder: Path, **changes: object) -> None:
 
 
 def test_empty_folder_has_no_problem_and_says_what_to_type(tmp_path: Path) -> None:
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         assert problems_of(store, tmp_path) == []
         fleet = make_fleet(read_fleet_record(store), tmp_path, None, {})
         assert next_commands(fleet, facts_of(store, tmp_path), tmp_path, None) == [
@@ -51,7 +51,7 @@ def test_interrupted_run_says_how_it_is_resumed(tmp_path: Path) -> None:
 
 
 def test_ending_certificates_name_the_command_that_replaces_them(tmp_path: Path) -> None:
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         facts = facts_of(store, tmp_path)
         ends = {"authority": 0.0, "broker": 0.0, "coordinator": 1e12}
         found = problems_of(store, tmp_path, facts._replace(certificates=ends))
@@ -59,7 +59,7 @@ def test_ending_certificates_name_the_command_that_replaces_them(tmp_path: Path)
 
 
 def test_queue_without_a_service_is_a_problem(tmp_path: Path) -> None:
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         store.runs.submit("night", {"method": "fedavg"})
         [problem] = problems_of(store, tmp_path)
         assert problem.command == f"coordinator serve --runs {tmp_path}"
@@ -72,14 +72,14 @@ def test_queue_without_a_service_is_a_problem(tmp_path: Path) -> None:
     [({"connected": False}, "no connection to its broker"), ({"backup": "missing"}, "no backup yet")],
 )
 def test_service_reports_what_it_lacks(tmp_path: Path, changes: dict[str, object], word: str) -> None:
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         serve(tmp_path, **changes)
         [problem] = problems_of(store, tmp_path)
     assert word in problem.text
 
 
 def test_full_disk_names_the_command_that_makes_room(tmp_path: Path) -> None:
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         facts = facts_of(store, tmp_path)._replace(disk=DiskSpace(10**8, 10**10))
         [problem] = problems_of(store, tmp_path, facts)
     assert "100 MB" in problem.text

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -247,8 +248,7 @@ def test_queue_and_clean_ups(stage: Stage) -> None:
 
 def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> None:
     """Without its record a coordinator leaves the broker: that connection is not the cause."""
-    server = Postgresql()
-    try:
+    with closing(Postgresql()) as server:
         store = Record(Database(server.schema()))
         link = MemoryTransport(SimpleQueue(), MemoryBroker(), "coordinator")
         observed = Observed(link, lambda: False, store, tmp_path, lambda: (), {})
@@ -258,8 +258,6 @@ def test_a_database_that_is_gone_is_named_before_the_broker(tmp_path: Path) -> N
         assert cause.cause == "record"
         assert cause.reason.startswith("the record cannot be read: database postgresql")
         store.close()
-    finally:
-        server.close()
 
 
 def observed_record(store: Record, stage: Stage) -> CoordinatorCollector:

@@ -170,15 +170,14 @@ def test_few_devices_have_columns_and_many_have_the_range(fleets: dict[str, RunV
 
 
 def test_tables_by_round_show_the_newest_of_many(tmp_path: Path) -> None:
-    store = open_record(tmp_path)
-    store.runs.create(RUN, {"method": "fedavg"})
-    for number in range(1, MOST_ROUNDS + 3):
-        store.rounds.open(RUN, number, ["a"])
-        store.rounds.close(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
-        evaluated(store, number, "a", 1, 2)
-        store.rounds.close_evaluation(RUN, number)
-    run = read_run(store, RUN, accuracy_of=MOST_ROUNDS)
-    store.close()
+    with open_record(tmp_path) as store:
+        store.runs.create(RUN, {"method": "fedavg"})
+        for number in range(1, MOST_ROUNDS + 3):
+            store.rounds.open(RUN, number, ["a"])
+            store.rounds.close(RUN, number, SavedState({}, None, {}), {"dp_epsilon": float(number)})
+            evaluated(store, number, "a", 1, 2)
+            store.rounds.close_evaluation(RUN, number)
+        run = read_run(store, RUN, accuracy_of=MOST_ROUNDS)
     assert len(run.rounds) == MOST_ROUNDS + 2
     newest = [str(number) for number in range(3, MOST_ROUNDS + 3)]
     assert [row[0] for row in cells(draw_accuracy(run, 80))] == newest
@@ -209,12 +208,9 @@ def test_without_predictions_only_what_was_measured() -> None:
     assert all("measured" in row for row in rows)
 
 
-def test_names_in_brackets_are_no_markup() -> None:
+def test_report_shows_names_in_brackets_and_spent_privacy() -> None:
     document = msgspec.structs.replace(run_report(), warnings=["[red]hot[/red]"])
     assert drawn(draw_report(document, 120), 120)[-1] == "note: [red]hot[/red]"
-
-
-def test_report_shows_spent_privacy() -> None:
     lines = " ".join(drawn(draw_report(private_report(), 80), 80))
     assert "privacy of devices' updates: epsilon 4 over all rounds so far" in lines
     assert "privacy of one device's features: epsilon 75 over all rounds so far" in lines

@@ -27,20 +27,15 @@ def watching(kind: TaskKind = "train", **budget: float) -> Guarded:
 
 
 def test_sustained_is_the_last_tenth_by_the_first() -> None:
-    """30 steps: medians of the first and last three are 2 and 3 s."""
+    # sustained is the last tenth by the first: 30 steps: medians of the first and last three are 2 and 3 s
     tally = Tally(phases=[[1.0, 2.0, 9.0, *[5.0] * 24, 9.0, 3.0, 1.0]])
     assert tally.sustained == 1.5
     assert tally.steps == 30
     assert tally.step_s == 5.0
-
-
-def test_sustained_is_that_of_the_longest_phase() -> None:
-    """Steps of different phases are different work: 40 s of ones, then 10 s of steps that double."""
+    # sustained is that of the longest phase: Steps of different phases are different work: 40 s of ones, then 10 s
+    # of steps that double
     tally = Tally(phases=[[1.0] * 40, [0.25] * 20 + [0.5] * 10])
     assert tally.sustained == 1.0
-
-
-def test_few_steps_say_nothing() -> None:
     assert Tally(phases=[[1.0] * (LEAST_STEPS - 1)]).sustained is None
     assert Tally(phases=[[1.0] * LEAST_STEPS]).sustained == 1.0
     assert (Tally().sustained, Tally().step_s, Tally().steps) == (None, None, 0)

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from edge_client.health.private_paths import PrivatePaths
-from edge_client.health.recent_log import RecentLog
+from edge_client.health.recent_log import PrivatePaths, RecentLog
 from fedvit.wire.messages import MAX_LOG_TEXT
 
 log = logging.getLogger("fedvit.test")

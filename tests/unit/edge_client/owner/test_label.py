@@ -6,7 +6,7 @@ import pty
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -80,11 +80,8 @@ class Terminal:
 @contextmanager
 def labelling(folder: Path, tmp_path: Path) -> Iterator[Terminal]:
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm", "COLORTERM": ""}
-    terminal = Terminal([*program("edge_client.cli"), "label", "--data", str(folder)], environment)
-    try:
+    with closing(Terminal([*program("edge_client.cli"), "label", "--data", str(folder)], environment)) as terminal:
         yield terminal
-    finally:
-        terminal.close()
 
 
 def test_one_key_for_each_class_with_undo_and_skip(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,7 @@ def find_open_files(pid: int) -> list[str]:
 @pytest.mark.parametrize("anew", [False, True], ids=["forked", "started anew"])
 def test_the_engine_does_not_report_to_its_maker(anew: bool) -> None:
     """The environment of these processes was cleared, and with it what turns the engine's telemetry off."""
-    launcher = Launcher()
-    try:
+    with closing(Launcher()) as launcher:
         if anew:
             os.kill(launcher.pid, signal.SIGKILL)
         connection, pid = launcher.launch()
@@ -29,5 +29,3 @@ def test_the_engine_does_not_report_to_its_maker(anew: bool) -> None:
             wait_until(lambda: "onnxruntime" in Path(f"/proc/{pid}/maps").read_text(), "the engine is not loaded")
             for each in (launcher.pid, pid):
                 assert not [file for file in find_open_files(each) if STORE in file]
-    finally:
-        launcher.close()

@@ -23,12 +23,9 @@ def test_a_teachers_features_are_an_error_only_beside_those_of_the_model(other: 
     assert multiply(Kind.TEACHER, other) == multiply(other, Kind.TEACHER) == kind
 
 
-def test_a_signal_needs_a_value_of_each_sample_on_both_sides() -> None:
+def test_products_and_sums_of_a_teachers_features() -> None:
     assert multiply(Kind.FEATURE, Kind.TEACHER, of_samples=False) == Kind.FEATURE
-
-
-def test_a_sum_of_a_teachers_features_stays_what_it_is() -> None:
-    """No output of a phase may have this kind."""
+    # a sum of a teachers features stays what it is: No output of a phase may have this kind
     assert sum_samples(Kind.TEACHER | Kind.SIGNAL) == Kind.TEACHER | Kind.UPDATE
 
 

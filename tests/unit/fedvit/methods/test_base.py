@@ -22,22 +22,16 @@ from tests.support.codes import has_code
 # --- options ------------------------------------------------------------------------------------------
 
 
-def test_a_method_by_name() -> None:
+def test_methods_and_options_by_name() -> None:
     assert make_method("eftvit", {"mask": 0.5, "lr": 1}) == EFTViT(mask=0.5, lr=1.0)
     assert make_method("fedavg") == FedAvg()
-
-
-def test_an_unknown_method() -> None:
-    """All that there are are named, sorted."""
+    # an unknown method: All that there are are named, sorted
     with pytest.raises(ConfigError) as refused:
         make_method("fedprox2")
     said = str(refused.value)
     assert said.startswith("unknown method 'fedprox2'; did you mean 'fedprox'")
     assert said.endswith(f" Known are {', '.join(sorted(METHODS))}")
     assert {"eftvit", "fedavg"} <= METHODS.keys()
-
-
-def test_an_unknown_option() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1101", "'mu'")):
         make_method("fedavg", {"mu": 0.5})
 
@@ -87,24 +81,15 @@ def scales(rounds: int, **options: Any) -> list[float]:
     return [method.lr_scale(number, rounds) for number in range(1, rounds + 1)]
 
 
-def test_a_constant_rate() -> None:
+def test_schedules_of_the_learning_rate() -> None:
     assert scales(4) == [1.0, 1.0, 1.0, 1.0]
-
-
-def test_warm_up_is_linear() -> None:
-    """k rounds of warm-up: round n has n / (k + 1), and the first one after them the whole."""
+    # warm up is linear: k rounds of warm-up: round n has n / (k + 1), and the first one after them the whole
     assert scales(5, warmup_rounds=3) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1])
-
-
-def test_cosine() -> None:
-    """(1 + cos(pi t)) / 2 at t = 0, 1/4, 2/4, 3/4: 1, (1 + sqrt(1/2)) / 2, 1/2, (1 - sqrt(1/2)) / 2. The last of
-    the rounds still learns."""
+    # cosine: (1 + cos(pi t)) / 2 at t = 0, 1/4, 2/4, 3/4: 1, (1 + sqrt(1/2)) / 2, 1/2, (1 - sqrt(1/2)) / 2. The
+    # last of the rounds still learns
     half = math.sqrt(0.5)
     assert scales(4, schedule="cosine") == pytest.approx([1, (1 + half) / 2, 0.5, (1 - half) / 2])
-
-
-def test_warm_up_then_cosine() -> None:
-    """One round at 1/2, then the cosine over the four that are left."""
+    # warm up then cosine: One round at 1/2, then the cosine over the four that are left
     half = math.sqrt(0.5)
     expected = [0.5, 1, (1 + half) / 2, 0.5, (1 - half) / 2]
     assert scales(5, schedule="cosine", warmup_rounds=1) == pytest.approx(expected)
@@ -163,16 +148,13 @@ def test_patterns_are_anchored() -> None:
     assert len(groups["rest"][1]) == 13 * 12 + 8
 
 
-def test_a_pattern_is_the_whole_name() -> None:
-    """`norm.*` is the last norm's two tensors, not `blocks.0.norm1.weight`."""
-
+def test_the_first_pattern_that_matches_a_whole_name_wins() -> None:
+    # a pattern is the whole name: `norm.*` is the last norm's two tensors, not `blocks.0.norm1.weight`
     class Norm(Sorted):
         patterns = (("norm", ("norm.*",)), ("rest", ("*",)))
 
     assert Norm().groups(deep_vit())["norm"][1] == ["norm.weight", "norm.bias"]
 
-
-def test_the_first_rule_that_matches_wins() -> None:
     class Twice(Sorted):
         patterns = (("head", ("head.*",)), ("everything", ("*",)), ("never", ("norm.*",)))
 
@@ -181,8 +163,6 @@ def test_the_first_rule_that_matches_wins() -> None:
     assert groups["never"][1] == []
     assert "head.weight" not in groups["everything"][1]
 
-
-def test_a_tensor_without_a_rule_is_named() -> None:
     class Forgetful(Sorted):
         patterns = (("blocks", ("blocks.*",)),)
 

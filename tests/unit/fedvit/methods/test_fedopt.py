@@ -56,25 +56,21 @@ def test_momentum_is_fedavgm_and_without_it_fedavg() -> None:
 
 
 def test_fednova_divides_each_update_by_its_steps() -> None:
-    """Batches of 4: 3 images take 1 step an epoch, 9 images take 3; of both 2 epochs."""
+    # fednova divides each update by its steps: Batches of 4: 3 images take 1 step an epoch, 9 images take 3; of
+    # both 2 epochs
     rule = make_method("fednova", {"epochs": 2, "batch_size": 4}).server_rule(small())
     updates = {"a": (3, np.array([1.0])), "b": (9, np.array([6.0])), "none": (0, np.array([0.0]))}
     uploads = [upload(device, images, {"x": update}) for device, (images, update) in updates.items()]
     state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, context(1))
     mean_steps = 0.25 * 2 + 0.75 * 6
     np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 2 + 0.75 * 6.0 / 6)])
-
-
-def test_fednova_divides_by_the_steps_that_devices_have_counted() -> None:
-    """Devices of variants have other epochs, and a cap of samples changes no steps."""
+    # fednova divides by the steps that devices have counted: Devices of variants have other epochs, and a cap of
+    # samples changes no steps
     rule = make_method("fednova", {"epochs": 2, "batch_size": 4}).server_rule(small())
     uploads = [upload("a", 3, {"x": np.array([1.0])}, steps=5), upload("b", 9, {"x": np.array([6.0])}, steps=2)]
     state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, context(1))
     mean_steps = 0.25 * 5 + 0.75 * 2
     np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 5 + 0.75 * 6.0 / 2)])
-
-
-def test_fednova_with_equal_steps_is_fedavg() -> None:
     uploads = [upload("a", 5, {"x": np.array([1.0])}), upload("b", 7, {"x": np.array([3.0])})]
     after = [
         make_method(name, {"batch_size": 8})

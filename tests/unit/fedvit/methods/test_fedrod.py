@@ -55,14 +55,12 @@ def test_only_the_personal_head_stays(pair: tuple[Method, PatchViT]) -> None:
 
 
 def test_balanced_softmax_by_hand() -> None:
-    """Two classes with 3 and 1 images, logits 0 and 0, label 1: 3 e^0 and 1 e^0 compete, so the loss is log 4; the
-    personal head says 0 and log 3 on top of the generic 0: - log(3 / 4)."""
+    # balanced softmax by hand: Two classes with 3 and 1 images, logits 0 and 0, label 1: 3 e^0 and 1 e^0 compete,
+    # so the loss is log 4; the personal head says 0 and log 3 on top of the generic 0: - log(3 / 4)
     loss = two_head_loss(heads([[0.0, 0.0]], [[0.0, math.log(3)]]), inputs([3, 1], [1]))
     assert float(loss) == pytest.approx(math.log(4) - math.log(3 / 4))
-
-
-def test_with_equal_classes_it_is_plain_cross_entropy() -> None:
-    """The prior adds log 7 to every logit. A personal head that says nothing adds the cross-entropy once more."""
+    # with equal classes it is plain cross entropy: The prior adds log 7 to every logit. A personal head that says
+    # nothing adds the cross-entropy once more
     given = inputs([7] * CLASSES, [0, 3, 2])
     generic = torch.randn(3, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain = given.mean(cross_entropy(generic, given.labels))

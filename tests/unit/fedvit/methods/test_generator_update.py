@@ -125,23 +125,18 @@ def test_without_an_image_there_is_no_step(deltas: list[tuple[str, int, float]])
         close(product(), begin(product()), *deltas)
 
 
-def test_the_report_says_how_large_the_gradient_was() -> None:
-    """g_s = 3 * 4 / 3 = 4 and g_e = 2 * 4 / 3: sqrt(16 + 64 / 9)."""
+def test_figures_of_a_round() -> None:
+    # the report says how large the gradient was: g_s = 3 * 4 / 3 = 4 and g_e = 2 * 4 / 3: sqrt(16 + 64 / 9)
     rule = product()
     _, figures = rule.close(begin(rule), [upload("a", 1, {"w": np.float64(-4 / 3)})], context())
     assert figures == pytest.approx({"generator_gradient_norm": np.sqrt(16 + 64 / 9)})
-
-
-def test_figures_have_the_difference_between_devices() -> None:
-    """After a round of device a alone s = 1.7 and its e = 2.8, while b's is 3."""
+    # figures have the difference between devices: After a round of device a alone s = 1.7 and its e = 2.8, while
+    # b's is 3
     rule = product()
     state = close(rule, begin(rule), ("a", 1, -1.0))
     assert numbers(state) == pytest.approx({"generator/s": 1.7, "device/a/e": 2.8})
     _, figures = rule.close(state, [upload(name, 1, {"w": np.float64(-1)}) for name in "ab"], context())
     assert figures["generated_difference"] == pytest.approx(0.2 / np.sqrt((2.8**2 + 3**2) / 2))
-
-
-def test_difference_is_exact_where_devices_are_nearly_equal() -> None:
     spread = Spread()
     spread.add({"w": torch.tensor([[1.0, 1.0], [1.0, 1.0 + 2**-20]])})
     assert spread.difference() == pytest.approx(2**-20 / np.sqrt(2), rel=1e-3)

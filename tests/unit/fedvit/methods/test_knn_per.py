@@ -32,22 +32,17 @@ def vote(points: list[list[float]], stored: Gathered, neighbours: int, scale: fl
     return mixture(forward, stored, weight=1.0, neighbours=neighbours, scale=scale)
 
 
-def test_a_mixture_by_hand() -> None:
-    """Width 2; stored (0, 0) of class 0, (2, 0) of class 1, (9, 9) of class 2; asked at (0, 0) with k = 2: d2 = 0 and
-    4, weights 1 and exp(-4 / 2) = e^-2. The model says 1/2 for classes 1 and 2; lambda = 0.6."""
+def test_votes_by_hand() -> None:
+    # a mixture by hand: Width 2; stored (0, 0) of class 0, (2, 0) of class 1, (9, 9) of class 2; asked at (0, 0)
+    # with k = 2: d2 = 0 and 4, weights 1 and exp(-4 / 2) = e^-2. The model says 1/2 for classes 1 and 2; lambda =
+    # 0.6
     stored = store([[0, 0], [2, 0], [9, 9]], [0, 1, 2])
     found = mixture(ask([[0, 0]], [[-1e9, 0, 0]]), stored, weight=0.6, neighbours=2, scale=1.0)
     near, far = 1 / (1 + math.exp(-2)), math.exp(-2) / (1 + math.exp(-2))
     torch.testing.assert_close(found, torch.tensor([[0.6 * near, 0.6 * far + 0.2, 0.2]], dtype=torch.float64))
-
-
-def test_the_scale_divides_distances() -> None:
-    """scale 4: exp(-4 / (2 * 4)) = e^-0.5."""
+    # the scale divides distances: scale 4: exp(-4 / (2 * 4)) = e^-0.5
     found = vote([[0, 0]], store([[0, 0], [2, 0]], [0, 1]), 2, scale=4.0)
     assert float(found[0, 1] / found[0, 0]) == pytest.approx(math.exp(-0.5))
-
-
-def test_neighbours_of_one_class_add_up() -> None:
     found = vote([[0, 0]], store([[0, 1], [1, 0], [0, -1]], [2, 2, 0]), 3)
     torch.testing.assert_close(found, torch.tensor([[1 / 3, 0, 2 / 3]], dtype=torch.float64))
 
@@ -61,21 +56,16 @@ def test_a_stored_point_finds_itself() -> None:
     torch.testing.assert_close(found.amax(dim=1), torch.ones(50, dtype=torch.float64))
 
 
-def test_an_empty_place_is_no_neighbour() -> None:
-    """It lies where is asked, and would win; with fewer images than k it is chosen, and has no voice."""
+def test_votes_of_empty_and_far_places() -> None:
+    # an empty place is no neighbour: It lies where is asked, and would win; with fewer images than k it is chosen,
+    # and has no voice
     stored = store([[0, 0], [0, 0], [3, 4]], [1, 1, 2], [0.0, 0.0, 1.0])
     for neighbours in (1, 2, 3, 10):
         torch.testing.assert_close(vote([[0, 0]], stored, neighbours), torch.tensor([[0.0, 0, 1]], dtype=torch.float64))
-
-
-def test_far_neighbours_still_vote() -> None:
-    """d2 / D = 5e9 would be exp(...) = 0 for all, and 0 / 0 their shares."""
+    # far neighbours still vote: d2 / D = 5e9 would be exp(...) = 0 for all, and 0 / 0 their shares
     found = vote([[1e5, 0]], store([[0, 0], [1, 0]], [0, 1]), 2)
     assert torch.isfinite(found).all()
     assert int(found.argmax()) == 1
-
-
-def test_where_nothing_is_stored_the_model_answers_alone() -> None:
     stored = store([[0, 0]], [2], [0.0])
     found = mixture(ask([[0, 0]], [[0, 1, 2]]), stored, weight=0.9, neighbours=1, scale=1.0)
     torch.testing.assert_close(found, torch.softmax(torch.tensor([[0.0, 1, 2]], dtype=torch.float64), dim=1))

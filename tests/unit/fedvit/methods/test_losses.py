@@ -18,7 +18,7 @@ def labels() -> torch.Tensor:
     return (torch.rand(6, 4, generator=torch.Generator().manual_seed(1)) > 0.5).double()
 
 
-def test_a_multi_label_loss_is_the_binary_cross_entropy() -> None:
+def test_losses_of_other_tasks() -> None:
     ours, theirs = outputs(), outputs()
     got = binary_cross_entropy(ours, labels())
     want = functional.binary_cross_entropy_with_logits(theirs, labels(), reduction="none").mean(dim=1)
@@ -26,14 +26,9 @@ def test_a_multi_label_loss_is_the_binary_cross_entropy() -> None:
     got.sum().backward()
     want.sum().backward()
     torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_a_regression_loss_is_the_squared_error() -> None:
     got, want = (loss(outputs(), labels()) for loss in (squared_error, lambda a, b: (a - b).pow(2).mean(dim=1)))
     torch.testing.assert_close(got, want)
-
-
-def test_labels_of_another_task_are_no_classes() -> None:
-    """Without this, they would be broadcast, and a method with a loss of its own would train on nonsense."""
+    # labels of another task are no classes: Without this, they would be broadcast, and a method with a loss of its
+    # own would train on nonsense
     with pytest.raises(TypeError):
         cross_entropy(outputs(), labels())

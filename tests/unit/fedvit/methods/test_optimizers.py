@@ -79,17 +79,14 @@ def test_rules_equal_torchs(rule: Optimizer, rates: list[float], seed: int, scal
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-def test_sgd_by_hand() -> None:
-    """w - lr (g + decay w) = 2 - 0.1 (3 + 0.5 * 2) = 1.6."""
+def test_sgd_and_momentum_by_hand() -> None:
+    # sgd by hand: w - lr (g + decay w) = 2 - 0.1 (3 + 0.5 * 2) = 1.6
     value, slots = Sgd(weight_decay=0.5).update(
         torch.tensor(2.0), torch.tensor(3.0), {}, torch.tensor(0.1), torch.tensor(1.0)
     )
     torch.testing.assert_close(value, torch.tensor(1.6))
     assert slots == {}
-
-
-def test_momentum_by_hand() -> None:
-    """buffer = 0.5 * 4 + 3 = 5; w - lr buffer = 2 - 0.1 * 5 = 1.5."""
+    # momentum by hand: buffer = 0.5 * 4 + 3 = 5; w - lr buffer = 2 - 0.1 * 5 = 1.5
     value, slots = MomentumSgd(momentum=0.5).update(
         torch.tensor(2.0), torch.tensor(3.0), {"momentum_buffer": torch.tensor(4.0)}, torch.tensor(0.1), torch.tensor(2)
     )

@@ -41,26 +41,20 @@ def test_everything_is_generated_but_a_personal_head(personal_head: bool) -> Non
     assert set(generator.targets) == set(method.names_with(vit, Role.GENERATED))
 
 
-def test_the_papers_device_loop() -> None:
-    """50 steps of SGD; 50 passes are enough for them, whatever a device has."""
+def test_the_papers_steps_and_trunk() -> None:
+    # the papers device loop: 50 steps of SGD; 50 passes are enough for them, whatever a device has
     method, vit = pair()
     (phase,) = method.phases(vit)
     assert (phase.steps, phase.epochs, phase.lr, method.clip_norm) == (50, 50, 0.005, 50.0)
     assert method.optimizer_rule() == MomentumSgd(momentum=0.9, weight_decay=5e-5)
     (phase,) = (other := pair(steps=0, epochs=3))[0].phases(other[1])
     assert (phase.steps, phase.epochs) == (None, 3)
-
-
-def test_the_papers_server_step() -> None:
     rule = rule_of(*pair())
     assert (rule.lr, rule.clip_norm) == (0.01, 50.0)
     assert rule.optimizer == MomentumSgd(momentum=0.9, weight_decay=1e-3)
     assert rule_of(*pair(personal_head=True)).lr == 0.05
     assert rule_of(*pair(personal_head=True, server_lr=0.2)).lr == 0.2
-
-
-def test_the_trunk() -> None:
-    """Embeddings of floor(1 + 50 / 4) = 13 numbers, then 100 all the way."""
+    # the trunk: Embeddings of floor(1 + 50 / 4) = 13 numbers, then 100 all the way
     generator = rule_of(*pair()).generator
     assert isinstance(generator, Hypernetwork)
     trunk = {name: layer for name, layer in generator.layers.items() if name.startswith("trunk")}

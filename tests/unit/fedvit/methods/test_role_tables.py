@@ -304,13 +304,10 @@ def test_fedbn_knows_every_layer_norm(model: str) -> None:
 # --- no server ----------------------------------------------------------------------------------------
 
 
-def test_local_has_no_traffic_at_all() -> None:
+def test_local_methods_send_nothing() -> None:
     method, vit = on_meta("local", {})
     assert method.names_with(vit, Role.LOCAL) == list(vit.tensors())
     assert isinstance(method.server_rule(vit), Nothing)
-
-
-def test_single_vpt_trains_prompts_and_head_alone() -> None:
     method, vit = on_meta("single_vpt", {})
     assert isinstance(method, Local)
     assert method.names_with(vit, Role.LOCAL) == ["head.weight", "head.bias", "prompts.tokens"]

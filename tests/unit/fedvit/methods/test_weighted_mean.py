@@ -46,42 +46,34 @@ def close(start: Tensors, uploads: list[Upload]) -> Tensors:
     return WeightedMean().close(ServerState(start), uploads, context())[0].tensors
 
 
-def test_each_device_weighs_as_much_as_it_has_images() -> None:
-    """Sizes 1 and 3, tensors 0 and 4 from a start of 0: (1 * 0 + 3 * 4) / 4 = 3, not 2."""
+def test_the_mean_weighs_devices_by_images_and_discounts_late_ones() -> None:
+    # each device weighs as much as it has images: Sizes 1 and 3, tensors 0 and 4 from a start of 0: (1 * 0 + 3 * 4)
+    # / 4 = 3, not 2
     after = close(one(0), [upload("a", 1, one(0)), upload("b", 3, one(4))])
     np.testing.assert_array_equal(after["w"], [3.0])
-
-
-def test_a_late_update_counts_by_its_discount_and_nobody_makes_up_for_it() -> None:
-    """FedBuff: sizes 1 and 3, deltas 8 and 4, the first three rounds late: (1 * 8 / sqrt(1 + 3) + 3 * 4) / 4 = 4."""
+    # a late update counts by its discount and nobody makes up for it: FedBuff: sizes 1 and 3, deltas 8 and 4, the
+    # first three rounds late: (1 * 8 / sqrt(1 + 3) + 3 * 4) / 4 = 4
     late = upload("a", 1, one(8))._replace(discount=(1 + 3) ** -0.5)
     after = close(one(0), [late, upload("b", 3, one(4))])
     np.testing.assert_array_equal(after["w"], [4.0])
-
-
-def test_the_mean_delta_is_added_to_the_start() -> None:
-    """From a start of 10 the devices went to 10 and 14: 10 + 3 = 13, the mean of the weights themselves."""
+    # the mean delta is added to the start: From a start of 10 the devices went to 10 and 14: 10 + 3 = 13, the mean
+    # of the weights themselves
     after = close(one(10), [upload("a", 1, one(0)), upload("b", 3, one(4))])
     np.testing.assert_array_equal(after["w"], [13.0])
 
 
-def test_devices_that_were_not_asked_do_not_pull_toward_zero() -> None:
-    """Two devices with 100 images each bring no result; weights over all 204 images would give 12 / 204. A device
-    that found no readable image has nothing to say, whatever it sends."""
+def test_missing_devices_and_tensors_leave_the_others_as_they_are() -> None:
+    # devices that were not asked do not pull toward zero: Two devices with 100 images each bring no result; weights
+    # over all 204 images would give 12 / 204. A device that found no readable image has nothing to say, whatever it
+    # sends
     uploads = [upload("a", 1, one(0)), upload("b", 3, one(4))]
     assert close(one(0), uploads)["w"] == 3.0
     assert close(one(0), [*uploads, upload("empty", 0, one(1e9))])["w"] == 3.0
-
-
-def test_tensors_that_no_upload_holds_stay() -> None:
     start = {**one(0), "frozen": np.array([7.0], np.float32)}
     after = close(start, [upload("a", 1, one(2))])
     assert after["frozen"] == 7.0
     assert after["w"] == 2.0
     assert start["w"] == 0.0  # what was given is not written to
-
-
-def test_dtype_and_shape_stay() -> None:
     start: Tensors = {"w": np.zeros((2, 3), np.float16), "x": np.zeros((), np.float64)}
     after = close(start, [upload("a", 1, {"w": np.ones((2, 3), np.float16), "x": np.array(1.0)})])
     assert {name: (value.shape, value.dtype) for name, value in after.items()} == {
@@ -150,9 +142,8 @@ def test_averaging_deltas_is_averaging_weights(results: list[tuple[int, np.ndarr
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    store = open_record(tmp_path)
-    yield store
-    store.close()
+    with open_record(tmp_path) as store:
+        yield store
 
 
 def test_the_order_of_arrival_cannot_change_a_bit(store: Record) -> None:

@@ -114,14 +114,11 @@ def test_methods_that_need_a_transformer_are_refused(method: str, options: dict[
         checked_config(values, "run.toml")
 
 
-def test_variant_that_needs_a_transformer_is_refused() -> None:
+def test_what_needs_a_transformer_is_refused() -> None:
     values = {"method": "personal_part", "options": {"part": "head"}, "model": LSTM, "rounds": 1}
     checked_config(values, "run.toml")
     with pytest.raises(ConfigError, check=has_code("FV1002", "'small-*'")):
         checked_config({**values, "variants": {"small-*": {"part": "norm"}}}, "run.toml")
-
-
-def test_methods_that_remember_images_are_refused() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1110", "'lstm_small_text'")):
         model("knn_per")
 

@@ -69,16 +69,14 @@ def numbers(draw: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=draw)
 
 
-def test_resnet_50_has_the_parameters_of_the_papers_table() -> None:
-    """FedPerfix, table 3: 24.37 in units of 2^20, with timm's 1000 classes."""
+def test_resnets_have_the_sizes_of_the_paper() -> None:
+    # resnet 50 has the parameters of the papers table: FedPerfix, table 3: 24.37 in units of 2^20, with timm's 1000
+    # classes
     with torch.device("meta"):
         vit = model("resnet50", classes=1000)
     parameters = sum(value.numel() for value in vit.tensors().values())
     assert parameters == 25_557_032
     assert round(parameters / 2**20, 2) == 24.37
-
-
-def test_every_name_has_its_depths() -> None:
     assert (*DEPTHS,) == RESNETS
 
 

@@ -69,31 +69,19 @@ def test_fedperfix() -> None:
     assert count(sizes(SMALL_224, 100), "*") == 21_704_164
 
 
-def test_linear_prefixes() -> None:
-    """12 (2 D^2 + 2 D), D = 384; published 24.413 in all: as many as FedPerfix, to 0.1 percent."""
+def test_additions_have_the_sizes_of_the_papers() -> None:
+    # linear prefixes: 12 (2 D^2 + 2 D), D = 384; published 24.413 in all: as many as FedPerfix, to 0.1 percent
     assert count_added(SMALL_224, FreePrefix(form="linear")) == 3_548_160
     assert round(count(sizes(SMALL_224, 1000, FreePrefix(form="linear")), "*") / MEBI, 3) == 24.413
-
-
-def test_literal_prefixes() -> None:
-    """12 blocks, keys and values, 10 of 384."""
+    # literal prefixes: 12 blocks, keys and values, 10 of 384
     assert count_added(SMALL_224, FreePrefix(tokens=10)) == 12 * 2 * 10 * 384
-
-
-def test_prompts() -> None:
-    """10 * 768 = 7.68e3; the published 9.22e3 of FedVPT-D is 12 * 768: one prompt for each block."""
+    # prompts: 10 * 768 = 7.68e3; the published 9.22e3 of FedVPT-D is 12 * 768: one prompt for each block
     assert count_added(BASE, Prompts(tokens=10)) == 7_680
     assert count_added(BASE, Prompts(tokens=1, placement="deep")) == 9_216
     assert count_added(SMALL_224, Prompts(tokens=10, placement="appended")) == 12 * 10 * 384
-
-
-def test_lora() -> None:
-    """4 r D L = 4 * 16 * 768 * 12."""
+    # lora: 4 r D L = 4 * 16 * 768 * 12
     assert count_added(BASE, Lora(rank=16)) == 589_824
-
-
-def test_what_fed_head_and_fed_bias_train() -> None:
-    """768 * 100 + 100, and every bias of the backbone."""
+    # what fed head and fed bias train: 768 * 100 + 100, and every bias of the backbone
     have = sizes(BASE, 100)
     assert count(have, "head.*") == 76_900
     assert count(have, "*.bias") - count(have, "head.bias") == 102_912

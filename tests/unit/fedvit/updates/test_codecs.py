@@ -101,10 +101,21 @@ def test_what_float16_cannot_hold_is_refused(codec: Codec) -> None:
         codec.encode({"w": value})
 
 
-def test_int8_holds_the_largest_floats() -> None:
+def test_int8_has_a_scale_for_every_row_and_a_quarter_of_the_bytes() -> None:
     value = np.full((20, 20), np.finfo(np.float32).max, np.float32)
     got = decode_one("w", Int8().encode({"w": value}), None)
     np.testing.assert_allclose(got, value, rtol=0.005)
+    # int8 has a scale for every row: The row of small numbers keeps two digits beside one of large ones: 127 steps
+    # each
+    value = np.stack([np.linspace(-1, 1, 128), np.linspace(-1000, 1000, 128)]).astype(np.float32)
+    coded = Int8().encode({"w": value})
+    np.testing.assert_allclose(coded["w#scale"], [1 / 127, 1000 / 127], rtol=1e-6)
+    assert coded["w"].min() == -127
+    assert coded["w"].max() == 127
+    # int8 takes a quarter of a vit: 768 numbers of one byte share four bytes of scale
+    shapes = {f"blocks.{n}.mlp.fc1.weight": (3072, 768) for n in range(12)}
+    plain, coded = (compute_packed_bytes(list_coded_forms(make_codec(text), shapes)) for text in ("none", "int8"))
+    assert 0.25 < coded / plain < 0.252
 
 
 def test_other_dtypes_are_refused() -> None:
@@ -112,33 +123,14 @@ def test_other_dtypes_are_refused() -> None:
         Fp16().encode({"w": np.arange(3)})
 
 
-def test_int8_has_a_scale_for_every_row() -> None:
-    """The row of small numbers keeps two digits beside one of large ones: 127 steps each."""
-    value = np.stack([np.linspace(-1, 1, 128), np.linspace(-1000, 1000, 128)]).astype(np.float32)
-    coded = Int8().encode({"w": value})
-    np.testing.assert_allclose(coded["w#scale"], [1 / 127, 1000 / 127], rtol=1e-6)
-    assert coded["w"].min() == -127
-    assert coded["w"].max() == 127
-
-
-def test_int8_takes_a_quarter_of_a_vit() -> None:
-    """768 numbers of one byte share four bytes of scale."""
-    shapes = {f"blocks.{n}.mlp.fc1.weight": (3072, 768) for n in range(12)}
-    plain, coded = (compute_packed_bytes(list_coded_forms(make_codec(text), shapes)) for text in ("none", "int8"))
-    assert 0.25 < coded / plain < 0.252
-
-
-def test_top_k_keeps_the_largest_and_of_equal_ones_the_first() -> None:
+def test_top_k_keeps_the_largest_also_beyond_two_bytes() -> None:
     value = np.zeros(300, np.float32)
     value[[7, 250]] = [-5.0, 3.0]
     value[[20, 100, 200]] = 1.0
     coded = TopK(share=0.013).encode({"w": value})  # 3.9 entries, so 4
     assert coded["w#index"].tolist() == [7, 20, 100, 250]
     assert coded["w"].tolist() == [-5.0, 1.0, 1.0, 3.0]
-
-
-def test_top_k_finds_places_beyond_two_bytes() -> None:
-    """An empty block of 65536 entries lies between two that are not."""
+    # top k finds places beyond two bytes: An empty block of 65536 entries lies between two that are not
     value = np.zeros(3 * BLOCK + 5, np.float32)
     places = [1, BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 4]
     value[places] = [1, 2, 3, 4]
@@ -168,14 +160,11 @@ def test_places_that_cannot_be_are_refused(damage: Callable[[dict[str, np.ndarra
         decode_one("w", coded, (2 * BLOCK,))
 
 
-def test_places_beyond_the_tensor_are_refused() -> None:
+def test_sparse_tensors_that_do_not_fit_are_refused() -> None:
     coded = TopK(share=0.01).encode({"w": np.ones(300, np.float32)})
     coded["w#index"][-1] = 300
     with pytest.raises(BadPayload):
         decode_one("w", coded, (300,))
-
-
-def test_a_sparse_tensor_of_no_known_shape_is_refused() -> None:
     with pytest.raises(BadPayload, check=has_code("FV2309")):
         decode(_sparse(), {})
 

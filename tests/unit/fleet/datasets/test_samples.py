@@ -56,14 +56,11 @@ def test_every_digit_is_in_one_domain() -> None:
     np.testing.assert_array_equal(seen[3], original[3])
 
 
-def test_digits_turned_know_their_orientation_alone() -> None:
+def test_digits_turned_and_of_other_sizes() -> None:
     turned = SOURCES["digits-turned"](8)
     assert turned.classes == ("000", "090", "180", "270")
     upright, upside_down = turned.images[np.array([0, 2 * 1797])]
     np.testing.assert_array_equal(upside_down, upright[::-1, ::-1])
-
-
-def test_digits_have_32_pixels_by_default() -> None:
     assert read_digits().images[np.array([0])].shape == (1, 32, 32, 3)
 
 

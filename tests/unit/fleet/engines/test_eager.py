@@ -1,7 +1,6 @@
 """The eager engine: the results of the other engines, without graphs, and errors that name a method's line."""
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,7 +89,7 @@ def test_another_engine_does_not_resume_the_run(folders: list[Path], tmp_path: P
     )  # fmt: skip
     with pytest.raises(ConfigError, check=has_code("FV1509", "eager")):
         simulate(request)
-    with closing(open_record(tmp_path)) as record:
+    with open_record(tmp_path) as record:
         assert [one.program for one in record.runs.read_all()] == ["eager"]
 
 

@@ -64,11 +64,8 @@ def test_attention_is_neither_uniform_nor_on_one_prompt(trained: FinishedRun) ->
 
 
 def test_report_shows_the_generator(trained: FinishedRun) -> None:
-    store = open_existing_record(trained.folder.parent)
-    try:
+    with open_existing_record(trained.folder.parent) as store:
         page = run_page(read_report(store, trained.name))
-    finally:
-        store.close()
     section = page[page.index("<h2>Generator</h2>") :]
     section = section[: section.index("<h2>", 4)]
     assert section.count("<svg") == 2

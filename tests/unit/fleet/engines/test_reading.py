@@ -69,9 +69,8 @@ def test_devices_with_another_backbone_have_other_features(tmp_path: Path) -> No
         given = {**values, "variants": variants, "evaluate_every": 1}
         request = RunRequest(folders, given, out=tmp_path, run=name, engine="torch", at_once=1)
         simulate(request)
-        store = open_record(tmp_path)
-        losses = {one.device: one.metrics["loss"] for one in store.tasks.read_used_in(name, 1, "train")}
-        store.close()
+        with open_record(tmp_path) as store:
+            losses = {one.device: one.metrics["loss"] for one in store.tasks.read_used_in(name, 1, "train")}
         return losses
 
     plain = run("plain", {})

@@ -1,6 +1,5 @@
 """Secure sums in simulations: in memory with all messages, and on torch as integers without masks."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def test_both_engines_have_the_sum_of_a_plain_run(folders: list[Path], tmp_path:
         models[name] = load_file(outcome.folder / "model.safetensors")
         [entry] = outcome.summary.rounds
         shown[name] = entry.cohort, entry.accepted, entry.accuracy_weighted
-    with closing(open_record(tmp_path / "onnx")) as store:
+    with open_record(tmp_path / "onnx") as store:
         [added] = [result for result in store.tasks.read_used_in("run", 1) if result.device == SUM]
         [tested] = [result for result in store.tasks.read_used_in("run", 1, "evaluate") if result.device == SUM]
     bound = added.metrics["error_bound"]
@@ -64,7 +63,7 @@ def test_simulated_codec_has_the_range_of_the_round_before(folders: list[Path], 
     for name, values in (("plain", {}), ("int8", {"secure": True, "updates": {"up": "int8"}})):
         request = RunRequest(folders, {**VALUES, "rounds": 2, **values}, out=tmp_path / name, run="run", engine="torch")
         models[name] = load_file(simulate(request).folder / "model.safetensors")
-    with closing(open_record(tmp_path / "int8")) as store:
+    with open_record(tmp_path / "int8") as store:
         first, second = (entry.figures for entry in store.rounds.read_all("run"))
     assert first["sum_error_bound"] < 1e-6
     # 16 bits for four times the mean of the largest numbers; a device has about 32 of 72 images
@@ -79,7 +78,7 @@ def test_noise_in_a_sum_is_that_of_epsilon_and_clip_follows_the_updates(folders:
     private = {"noise_multiplier": 0.01, "clip": 2.0, "clip_quantile": 0.5, "clip_rate": 1.0}
     values = {**VALUES, "rounds": 12, "evaluate_every": 12, "secure": True, "privacy": private}
     simulate(RunRequest(folders, values, out=tmp_path, run="run", engine="torch"))
-    with closing(open_record(tmp_path)) as store:
+    with open_record(tmp_path) as store:
         rounds = [entry.figures for entry in store.rounds.read_all("run")]
     config = PrivacyConfig(**private)
     steps = [PrivacyStep(entry["sum_noise_multiplier"], DEVICES, DEVICES) for entry in rounds]

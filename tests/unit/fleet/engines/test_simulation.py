@@ -122,9 +122,8 @@ def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: li
         "variants": {"device-1": {"epochs": 2, "lr": 0.02}, "device-2": {"epochs": 3}}, "robust": {"max_weight": 1.0},
     }  # fmt: skip
     outcome = simulate(RunRequest(folders, values, out=tmp_path, run="run", engine=engine, at_once=1))
-    store = open_record(tmp_path)
-    [state] = [record.state for record in store.rounds.read_all("run") if record.state]
-    store.close()
+    with open_record(tmp_path) as store:
+        [state] = [record.state for record in store.rounds.read_all("run") if record.state]
     memory = load_state(state, BlobStore(outcome.folder / "blobs")).memory
     images = {device.device: device.train_samples for device in outcome.summary.devices}
     capped = {device: min(count, sorted(images.values())[1]) for device, count in images.items()}
@@ -218,9 +217,8 @@ def test_run_that_was_interrupted_has_the_uploads_of_earlier_rounds(
     calm = everything(run(folders, COLLECTING, tmp_path / "calm"))
     with pytest.raises(KeyboardInterrupt):
         run(folders, COLLECTING, tmp_path / "broken", display=Lines(until="round   2"))
-    store = open_record(tmp_path / "broken")
-    assert store.runs.read("run").status == "interrupted"
-    store.close()
+    with open_record(tmp_path / "broken") as store:
+        assert store.runs.read("run").status == "interrupted"
     assert same(calm, everything(run(folders, COLLECTING, tmp_path / "broken", resume=True)))
 
 
@@ -268,9 +266,8 @@ def test_devices_of_different_ranks_end_with_one_product_on_both_engines(
 
 
 def read_cohorts(out: Path) -> list[list[str]]:
-    store = open_record(out)
-    cohorts = [list(entry.cohort) for entry in store.rounds.read_all("run")]
-    store.close()
+    with open_record(out) as store:
+        cohorts = [list(entry.cohort) for entry in store.rounds.read_all("run")]
     return cohorts
 
 
@@ -308,9 +305,8 @@ def test_run_stops_and_keeps_its_best_round(folders: list[Path], tmp_path: Path)
     best, newest = load_file(home / "best" / "model.safetensors"), load_file(home / "model.safetensors")
     assert best.keys() == newest.keys()
     assert any(not np.array_equal(best[name], newest[name]) for name in best)
-    store = open_record(tmp_path)
-    store.runs.update("run", status="interrupted")  # as if killed behind its last checkpoint
-    store.close()
+    with open_record(tmp_path) as store:
+        store.runs.update("run", status="interrupted")  # as if killed behind its last checkpoint
     again = run(folders, values, tmp_path, resume=True).summary
     assert (again.reason, again.best, len(again.rounds)) == (view.reason, view.best, last)
 
@@ -324,11 +320,8 @@ def test_answers_are_counted_by_class_as_on_a_device(folders: list[Path], tmp_pa
             folders, values, out=tmp_path / engine, run="run", engine=engine, graph_cache=graph_cache, at_once=1
         )
         simulate(request, Lines())
-        store = open_record(tmp_path / engine)
-        try:
+        with open_record(tmp_path / engine) as store:
             tested = store.tasks.read_used_in("run", 1, "evaluate")
-        finally:
-            store.close()
         assert len(tested) == len(folders)
         for result in tested:
             assert sum(count.images for count in result.by_class) == result.samples
@@ -399,9 +392,8 @@ def test_diverged_devices_are_refused_and_a_round_without_any_other_ends_the_run
     values = {**VALUES, "options": {"batch_size": 16, "lr": rate}, "updates": updates}
     with pytest.raises(EmptyCohort, check=has_code("FV1501")):
         run(folders, values, tmp_path)
-    store = open_record(tmp_path)
-    assert (store.runs.read("run").status, why in str(store.runs.read("run").reason)) == ("failed", True)
-    store.close()
+    with open_record(tmp_path) as store:
+        assert (store.runs.read("run").status, why in str(store.runs.read("run").reason)) == ("failed", True)
 
 
 def test_batches_have_fewer_devices_where_memory_is_short(

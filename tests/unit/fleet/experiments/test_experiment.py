@@ -632,11 +632,8 @@ def test_experiment_that_was_interrupted_is_resumed(
 
 
 def read_closed(home: Path) -> list[tuple[int, str]]:
-    store = open_record(home / "runs")
-    try:
+    with open_record(home / "runs") as store:
         return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
-    finally:
-        store.close()
 
 
 def test_what_noise_spent_stands_below_the_accuracies() -> None:

@@ -279,11 +279,8 @@ def test_search_that_was_killed_is_resumed(
 
 
 def read_closed(home: Path) -> list[tuple[int, str]]:
-    store = open_record(home / "runs")
-    try:
+    with open_record(home / "runs") as store:
         return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
-    finally:
-        store.close()
 
 
 class TestOutcome:

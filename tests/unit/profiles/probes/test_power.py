@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,46 +19,32 @@ def sensor_of(root: Path) -> PowerSensor:
     return sensor
 
 
-def joules(sensor: PowerSensor, seconds: float) -> float:
-    """Of a time in which nothing changes."""
+@pytest.mark.parametrize(
+    ("board", "source", "watts"),
+    [
+        # VDD_IN alone, 5.064 V x 0.992 A: the other rails are part of it
+        (orin_nano, "ina3221 VDD_IN", 5.023488),
+        # 20 V x 0.15 A + 20 V x 0.04 A + 5 V x 0.7 A, of two monitors; NC is not connected
+        (agx_orin, "ina3221 sum of rails", 7.3),
+        (jetson_nano, "ina3221 POM_5V_IN", 2.314),
+        # 3.7 x .00390372 + 3.3 x .07026696 + 1.8 x .1600452 + 1.1 x .0243975 + .72 x .906
+        # = .014443764 + .231880968 + .28808136 + .02683725 + .65232 = 1.213563342 W; x 1.1451 + .5879, as published
+        (pi_5, "pmic_read_adc", 1.977551383),
+    ],
+)
+def test_a_board_says_what_it_takes(tmp_path: Path, board: Callable[[Path], Path], source: str, watts: float) -> None:
+    """10 s in which nothing changes."""
+    sensor = sensor_of(board(tmp_path))
+    assert sensor.source == source
     reading = sensor.read()
     assert reading is not None
-    return sensor.joules(reading, reading, seconds)
-
-
-def test_an_orin_nano_says_what_the_board_takes(tmp_path: Path) -> None:
-    """VDD_IN alone, 5.064 V x 0.992 A = 5.023488 W: the other rails are part of it."""
-    sensor = sensor_of(orin_nano(tmp_path))
-    assert sensor.source == "ina3221 VDD_IN"
-    assert joules(sensor, 10) == pytest.approx(50.23488)
-
-
-def test_an_agx_orin_says_its_rails(tmp_path: Path) -> None:
-    """20 V x 0.15 A + 20 V x 0.04 A + 5 V x 0.7 A = 7.3 W, of two monitors; NC is not connected."""
-    sensor = sensor_of(agx_orin(tmp_path))
-    assert sensor.source == "ina3221 sum of rails"
-    assert joules(sensor, 2) == pytest.approx(14.6)
-
-
-def test_a_jetson_nano_says_milliwatts(tmp_path: Path) -> None:
-    sensor = sensor_of(jetson_nano(tmp_path))
-    assert sensor.source == "ina3221 POM_5V_IN"
-    assert joules(sensor, 1) == pytest.approx(2.314)
+    assert sensor.joules(reading, reading, 10) == pytest.approx(10 * watts)
 
 
 def test_a_rail_that_does_not_answer_makes_no_zero(tmp_path: Path) -> None:
     sensor = sensor_of(orin_nano(tmp_path))
     write_tree(tmp_path, {"sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1/curr1_input": ""})
     assert sensor.read() is None
-
-
-def test_a_pi_5_by_its_rails_and_the_published_fit(tmp_path: Path) -> None:
-    """3.7 x .00390372 + 3.3 x .07026696 + 1.8 x .1600452 + 1.1 x .0243975 + .72 x .906
-    = .014443764 + .231880968 + .28808136 + .02683725 + .65232 = 1.213563342 W;
-    x 1.1451 + .5879 = 1.977551383 W."""
-    sensor = sensor_of(pi_5(tmp_path))
-    assert sensor.source == "pmic_read_adc"
-    assert joules(sensor, 1) == pytest.approx(1.977551383)
 
 
 def test_power_between_two_readings_is_a_straight_line(tmp_path: Path) -> None:

@@ -22,20 +22,14 @@ COLUMNS = [
 ]
 
 
-def test_units_follow_from_names() -> None:
+def test_sheet_as_texts_markdown_and_csv() -> None:
     assert Sheet(ROWS, COLUMNS, unknown="not known").texts == [
         ["pi [5]", "20.0 ms", "1.00 MB"], ["jetson", "not known", "0 B"],
     ]  # fmt: skip
-
-
-def test_markdown_has_bold_cells_and_one_line_a_row() -> None:
     assert Sheet(ROWS, COLUMNS).markdown().splitlines() == [
         "| device | one step | up |", "| --- | --- | --- |", "| pi [5] | 20.0 ms | **1.00 MB** |",
         "| jetson | – | 0 B |",
     ]  # fmt: skip
-
-
-def test_csv_has_values_without_units() -> None:
     assert Sheet(ROWS, COLUMNS).csv() == "device,step_s,bytes_up\npi [5],0.02,1000000\njetson,,0\n"
 
 

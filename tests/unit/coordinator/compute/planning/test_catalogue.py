@@ -222,14 +222,11 @@ def test_entries_are_plain_json(everything: list[MethodEntry]) -> None:
 # --- errors -------------------------------------------------------------------------------------------
 
 
-def test_an_option_that_not_all_methods_have() -> None:
+def test_options_and_models_that_a_method_cannot_have() -> None:
     done = CliRunner().invoke(cli, ["methods", "-o", "mu=0.5"])
     assert re.search(r"method '\w+' has no option 'mu'.*; --method lists some methods alone", str(done.exception))
     with pytest.raises(ConfigError, check=has_code("FV1101")):
         entries("fedavg", mu=0.5)
-
-
-def test_a_model_that_a_method_cannot_have() -> None:
     with pytest.raises(ConfigError, check=has_code("FV1104")):
         entries("eftvit", local_blocks=6)
 

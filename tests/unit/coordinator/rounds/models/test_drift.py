@@ -21,10 +21,9 @@ RULE = DriftRule({"method": "fedavg", "rounds": 2}, devices=2, every_h=24.0)
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
     """Two devices with the champion r-1."""
-    store = open_record(tmp_path / "runs")
-    compare_on(store, "r-1", {"a": FIRST, "b": FIRST}, after=0)
-    yield store
-    store.close()
+    with open_record(tmp_path / "runs") as store:
+        compare_on(store, "r-1", {"a": FIRST, "b": FIRST}, after=0)
+        yield store
 
 
 def make_keeper(store: Record, watcher: DriftWatcher, said: list[str]) -> ModelKeeper:

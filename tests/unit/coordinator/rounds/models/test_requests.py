@@ -14,9 +14,8 @@ from tests.support.models import BETTER, FIRST, WORSE, compare_on, list_wanted
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Record]:
-    made = open_record(tmp_path / "runs")
-    yield made
-    made.close()
+    with open_record(tmp_path / "runs") as made:
+        yield made
 
 
 def test_first_model_of_a_fleet_becomes_champion_at_once_without_a_canary_stage(store: Record) -> None:

@@ -18,16 +18,10 @@ def names(choice: RunQuery) -> list[str]:
     return [one.run for one in select_runs(RUNS, choice)]
 
 
-def test_newest_run_comes_first() -> None:
+def test_runs_are_searched_and_sorted() -> None:
     assert names(RunQuery()) == ["r3", "r2", "r1"]
-
-
-def test_words_are_searched_in_name_method_and_model() -> None:
     assert names(RunQuery(text="FEDPER tiny")) == ["r3"]
     assert names(RunQuery(text="r2 fedper")) == []
-
-
-def test_status_and_order_are_chosen() -> None:
     assert names(RunQuery(status="finished", order="run")) == ["r1", "r3"]
     assert names(RunQuery(order="-accuracy")) == ["r2", "r3", "r1"]
     assert names(RunQuery(order="nonsense")) == ["r1", "r2", "r3"], "by date"

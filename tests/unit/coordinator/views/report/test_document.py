@@ -123,7 +123,7 @@ def test_what_was_expected_stands_beside_it(store: Record) -> None:
 
 def test_report_shows_what_features_tell_of_class_distributions(runs: Path) -> None:
     """In round 2 one of two uploads had more features of one class than of another."""
-    with closing(open_record(runs)) as made:
+    with open_record(runs) as made:
         made.runs.create(RUN, {"method": "eftvit", "model": "vit_base_patch16_224", "seed": 3, "rounds": 2})
         for number, unequal in ((1, 0.0), (2, 1.0)):
             made.rounds.open(RUN, number, ["a", "b"])
@@ -211,14 +211,13 @@ def test_an_unknown_run_is_named(store: Record) -> None:
 
 def test_what_was_spent_of_privacy_by_round(tmp_path: Path, store: Record) -> None:
     """The report repeats the record; a run without noise has no such part."""
-    made = open_record(tmp_path / "private")
-    asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
-    private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run
-    made.runs.create(RUN, msgspec.to_builtins(private))
-    made.rounds.open(RUN, 1, ["a"])
-    made.rounds.close(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
-    report = read_report(made, RUN)
-    made.close()
+    with open_record(tmp_path / "private") as made:
+        asked = {"noise_multiplier": 2.0, "clip": 0.5, "delta": 1e-3, "accounting": "sampled"}
+        private = make_config({"method": "fedavg", "devices": 4, "privacy": asked}, "test").run
+        made.runs.create(RUN, msgspec.to_builtins(private))
+        made.rounds.open(RUN, 1, ["a"])
+        made.rounds.close(RUN, 1, SavedState({}, None, {}), {"dp_epsilon": 3.5})
+        report = read_report(made, RUN)
     assert report.privacy == RunPrivacy(noise_multiplier=2.0, clip=0.5, delta=1e-3, accounting="sampled")
     [entry] = report.run.rounds
     assert (entry.epsilon, entry.device_epsilon) == (3.5, None)

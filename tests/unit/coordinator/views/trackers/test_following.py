@@ -101,9 +101,8 @@ def test_a_library_that_is_gone_ends_no_run(
 
 
 def test_a_run_that_never_begins_leaves_nothing(tmp_path: Path, configured: Configured) -> None:
-    fresh = open_record(tmp_path / "fresh")
-    fresh.runs.create("new", {})
-    with following("new", configured("tensorboard"), fresh, tmp_path / "fresh" / "new", Lines().line):
-        pass
-    fresh.close()
+    with open_record(tmp_path / "fresh") as fresh:
+        fresh.runs.create("new", {})
+        with following("new", configured("tensorboard"), fresh, tmp_path / "fresh" / "new", Lines().line):
+            pass
     assert not (tmp_path / "fresh" / "new").exists()

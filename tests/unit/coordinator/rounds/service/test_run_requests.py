@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.rounds.service.pausing import pause, unpause
+from coordinator.rounds.service.run_requests import pause, unpause
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import Task
 from tests.support.codes import has_code

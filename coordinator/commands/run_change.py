@@ -39,7 +39,7 @@ cancel = _make_command(
 pause = _make_command(
     "pause",
     "paused_at",
-    "Pause RUN: it finishes its open round, and opens no new one until `coordinator unpause`, also after a restart.",
+    "Pause RUN: it finishes its open round, and opens none until `coordinator unpause RUN`, also after a restart.",
 )
 unpause = _make_command(
     "unpause",

@@ -30,6 +30,8 @@ MOST_FILE_BYTES = 64 << 20
 MOST_ROWS = 1_000_000
 MOST_CLASSES = 1000
 MOST_MASKED_CLASSES = 255
+MOST_VALUES = 1 << 24
+"""Images times classes of sets: 64 MiB, whatever number of classes a run has."""
 _KNOWN = ("path", "split")
 
 
@@ -125,6 +127,16 @@ def make_sets(labels: Sequence[Any], classes: Sequence[str]) -> Floats:
     for row, label in enumerate(labels):
         made[row, [place[name] for name in label]] = 1.0
     return made
+
+
+def check_sets(images: int, classes: int) -> None:
+    """Raise DataError if sets of so many classes would take too much memory."""
+    if images * classes > MOST_VALUES:
+        raise DataError(
+            "FV2491",
+            f"{LABEL_FILE}: {images} images with {classes} classes each are more than {MOST_VALUES} labels; leave "
+            "images or classes out",
+        )
 
 
 def write_label_file(folder: Path, column: str, rows: Iterable[tuple[str, str, str]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from fedvit.data.folder import DeviceData, LabelledSplit
-from fedvit.data.label_file import read_label_file, write_label_file
+from fedvit.data.label_file import MOST_VALUES, read_label_file, write_label_file
 from fedvit.data.split import RandomSplit
 from fedvit.errors import DataError
 from fedvit.label_forms import LabelForm
@@ -42,6 +42,14 @@ def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
     assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
     with pytest.raises(DataError, check=has_code("FV1404", "labels in labels.csv that the run does not know: emu")):
         data.relabel(("cat", "dog"))
+
+
+def test_a_run_with_too_many_classes_takes_no_memory(tmp_path: Path) -> None:
+    """A coordinator chooses the classes of a Program, and each image would get a number for each of them."""
+    data = DeviceData.open(write(tmp_path, SETS))
+    classes = ("cat", "dog", "emu", *map(str, range(MOST_VALUES // len(data.train))))
+    with pytest.raises(DataError, check=has_code("FV2491", f"with {len(classes)} classes each")):
+        data.relabel(classes)
 
 
 def test_numbers_are_scaled_to_the_range_of_the_run(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ MOST_FILE_BYTES = 64 << 20
 MOST_ROWS = 1_000_000
 MOST_CLASSES = 1000
 MOST_MASKED_CLASSES = 255
-MOST_VALUES = 1 << 24
-"""Images times classes of sets: 64 MiB, whatever number of classes a run has."""
+MOST_VALUES = 1 << 25
+"""Labels of all images together, whatever classes and patches a run has: 128 MiB of sets, 256 MiB of patches."""
 _KNOWN = ("path", "split")
 
 
@@ -129,13 +129,13 @@ def make_sets(labels: Sequence[Any], classes: Sequence[str]) -> Floats:
     return made
 
 
-def check_sets(images: int, classes: int) -> None:
-    """Raise DataError if sets of so many classes would take too much memory."""
-    if images * classes > MOST_VALUES:
+def check_count(images: int, labels: int) -> None:
+    """Raise DataError if so many labels of each image would take too much memory."""
+    if images * labels > MOST_VALUES:
         raise DataError(
             "FV2491",
-            f"{LABEL_FILE}: {images} images with {classes} classes each are more than {MOST_VALUES} labels; leave "
-            "images or classes out",
+            f"{LABEL_FILE}: {images} images with {labels} labels each are more than {MOST_VALUES} labels; leave images "
+            "or classes out, or choose larger patches",
         )
 
 

@@ -89,10 +89,15 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file as it is shown upright. Raises DataError that names `path`."""
+    """Return width and height of an image file as it is shown upright, for a mask of its size, a byte a pixel.
+
+    Raises DataError that names `path`, also for a mask that would take more than DECODED_BYTES.
+    """
     try:
         with Image.open(path, formats=_FORMATS) as image:
             width, height = image.size
+            if width * height > DECODED_BYTES:
+                raise DataError("FV1403", f"too large for a mask: {width} x {height} pixels")
             lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
     except Exception as error:
         raise DataError("FV1403", f"cannot read image {path}: {_reason(error)}") from error

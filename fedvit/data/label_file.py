@@ -33,6 +33,8 @@ MOST_MASKED_CLASSES = 255
 MOST_VALUES = 1 << 25
 """Labels of all images together, whatever classes and patches a run has: 128 MiB of sets, 256 MiB of patches."""
 _KNOWN = ("path", "split")
+RESERVED = (*_KNOWN, SETS, MASKS)
+"""Columns that are never one of numbers."""
 
 
 class LabelledPath(NamedTuple):

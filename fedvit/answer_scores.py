@@ -121,12 +121,9 @@ def _find_mean_iou(counts: Sequence[ClassCount]) -> float | None:
         right[count.label] += count.correct
         of_class[count.label] += count.images
         answered.update({count.label: count.correct} | dict(count.wrong))
-    labels = of_class.keys() | {label for label, patches in answered.items() if patches}
-    return (
-        None
-        if not labels
-        else fmean(right[label] / (of_class[label] + answered[label] - right[label]) for label in labels)
-    )
+    unions = {label: of_class[label] + answered[label] - right[label] for label in of_class.keys() | answered.keys()}
+    shares = [right[label] / union for label, union in unions.items() if union]
+    return fmean(shares) if shares else None
 
 
 def _score_numbers(metrics: Sequence[Mapping[str, float]], images: int) -> dict[str, float]:

@@ -114,10 +114,10 @@ def _lengths(tensors: Mapping[str, Array]) -> _Length:
     if LABELS not in tensors:
         return _Length(norm_of(tensors), {})
     reader = reader_of(tensors)
-    (rows,) = reader.shape(LABELS)
+    rows = reader.shape(LABELS)[0]
     collected = {name for name in reader if name != LABELS and reader.shape(name)[:1] == (rows,)}
     return _Length(
-        norm_of(reader, reader.keys() - collected),
+        norm_of(reader, reader.keys() - collected - {LABELS}),
         {name: norm_of(reader, {name}) / math.sqrt(math.prod(reader.shape(name))) for name in collected if rows},
     )
 
@@ -142,7 +142,7 @@ class _Scaled(TensorReader):
 
     def part(self, name: str, first: int, last: int) -> Array:
         value = self._tensors.part(name, first, last)
-        if not np.issubdtype(value.dtype, np.floating):
+        if name == LABELS or not np.issubdtype(value.dtype, np.floating):
             return value
         scaled: Array = np.multiply(value, np.asarray(self._factor, value.dtype))
         return scaled

@@ -133,7 +133,8 @@ def find_selector(name: str) -> Selector | None:
                 f"selector {name!r}: round {round_number}: {wanted} different devices of {len(names)} are wanted, it "
                 f"chose {chosen!r}",
             )
-        return sorted(chosen)
+        picked = {*chosen}
+        return [name for name in names if name in picked]  # not its own copies, as texts of NumPy cannot be stored
 
     return select
 

@@ -188,14 +188,11 @@ def _check_class_counts(result: Result, program: Program) -> None:
     if any(count.correct > count.images for count in result.by_class):
         raise BadPayload("FV1505", "a class has more correct answers than images")
     form = program.batch.labels
-    what, counted = "images", result.samples
     if form and form.labels_patches:
-        what, counted = "patches", result.samples * program.batch.patches
-    if any(count.images > counted for count in result.by_class):
-        raise BadPayload("FV1505", f"a class has more {what} than the {counted} of the evaluation")
-    if form and form.labels_patches:
-        _check_patches(result, classes)
+        _check_patches(result, program)
         return
+    if any(count.images > result.samples for count in result.by_class):
+        raise BadPayload("FV1505", f"a class has more images than the {result.samples} of the evaluation")
     for count in result.by_class:
         _check_scores(count, result.samples)
     if form:  # an image may have several classes, or none
@@ -212,16 +209,20 @@ def _check_class_counts(result: Result, program: Program) -> None:
         )
 
 
-def _check_patches(result: Result, classes: int) -> None:
+def _check_patches(result: Result, program: Program) -> None:
     """Raises BadPayload unless the counts are those of the patches that have a class, without scores."""
-    patches = sum(count.images for count in result.by_class)
+    patches, all_patches = sum(count.images for count in result.by_class), result.samples * program.batch.patches
+    if patches > all_patches:
+        raise BadPayload("FV1505", f"its classes have {patches} patches, more than the {all_patches} of the evaluation")
     if any(count.scores for count in result.by_class) or patches != result.metrics.get("patches"):
         reported = result.metrics.get("patches")
         raise BadPayload(
             "FV1505", f"its counts by class are of {patches} patches without scores, it reports {reported}"
         )
     for count in result.by_class:
-        _check_wrong_answers(count, classes)
+        if not count.images:
+            raise BadPayload("FV1505", f"class {count.label} is counted without a patch")
+        _check_wrong_answers(count, len(program.classes))
 
 
 def _check_scores(count: ClassCount, samples: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fedvit.data.frigate import is_frigate_folder, read_frigate
 from fedvit.data.images import DECODED_BYTES, Indices, header_problem, is_image_name
-from fedvit.data.label_file import LABEL_FILE, LabelFile, has_label_file, make_sets, read_label_file
+from fedvit.data.label_file import LABEL_FILE, LabelFile, check_count, has_label_file, make_sets, read_label_file
 from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN, Found, Layout, read_class_folders
 from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
 from fedvit.data.splits import CheckedFile as CheckedFile
@@ -142,6 +142,7 @@ class DeviceData:
         if table.task == "multi_label":
             held = {name for place in usable for name in _list_names(table.rows[place].label)}
             known = tuple(name for name in table.classes if name in held)
+            check_count(len(usable), len(known))
         if before and (before.checked, before.classes) == (checked, known):
             return before
         has_tests = any(table.rows[place].part for place in usable)

@@ -89,10 +89,15 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return width and height of an image file as it is shown upright. Raises DataError that names `path`."""
+    """Return width and height of an image file as it is shown upright, for a mask of its size, a byte a pixel.
+
+    Raises DataError that names `path`, also for a mask that would take more than DECODED_BYTES.
+    """
     try:
         with Image.open(path, formats=_FORMATS) as image:
             width, height = image.size
+            if width * height > DECODED_BYTES:
+                raise DataError("FV1403", f"too large for a mask: {width} x {height} pixels")
             lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
     except Exception as error:
         raise DataError("FV1403", f"cannot read image {path}: {_reason(error)}") from error
@@ -115,9 +120,17 @@ def read_mask(path: Path, size: int, patch_size: int, classes: int) -> Indices:
     except Exception as error:
         raise DataError("FV1403", f"cannot read mask {path}: {_reason(error)}") from error
     grid = size // patch_size
-    whole = values[: grid * patch_size, : grid * patch_size].astype(np.int64)
-    patches = whole.reshape(grid, patch_size, grid, patch_size).transpose(0, 2, 1, 3).reshape(grid * grid, -1)
-    counts = np.stack([(patches == label).sum(axis=1) for label in range(classes)], axis=1)
+    # one value for all pixels without a class; two bytes a pixel, as a side may have 4096
+    known = np.minimum(values[: grid * patch_size, : grid * patch_size], classes).astype(np.int16)
+    rows = known.reshape(grid, patch_size, grid, patch_size).transpose(0, 2, 1, 3)
+    return np.concatenate([_find_most(row.reshape(grid, -1), classes) for row in rows])
+
+
+def _find_most(patches: Indices, classes: int) -> Indices:
+    """Return the most frequent value below `classes` in each row, (n,); -1 where there is none."""
+    first = (classes + 1) * np.arange(len(patches))[:, None]
+    counts = np.bincount((first + patches).ravel(), minlength=(classes + 1) * len(patches))
+    counts = counts.reshape(len(patches), classes + 1)[:, :classes]
     return np.where(counts.any(axis=1), counts.argmax(axis=1), -1)
 
 

@@ -30,7 +30,11 @@ MOST_FILE_BYTES = 64 << 20
 MOST_ROWS = 1_000_000
 MOST_CLASSES = 1000
 MOST_MASKED_CLASSES = 255
+MOST_VALUES = 1 << 25
+"""Labels of all images together, whatever classes and patches a run has: 128 MiB of sets, 256 MiB of patches."""
 _KNOWN = ("path", "split")
+RESERVED = (*_KNOWN, SETS, MASKS)
+"""Columns that are never one of numbers."""
 
 
 class LabelledPath(NamedTuple):
@@ -125,6 +129,16 @@ def make_sets(labels: Sequence[Any], classes: Sequence[str]) -> Floats:
     for row, label in enumerate(labels):
         made[row, [place[name] for name in label]] = 1.0
     return made
+
+
+def check_count(images: int, labels: int) -> None:
+    """Raise DataError if so many labels of each image would take too much memory."""
+    if images * labels > MOST_VALUES:
+        raise DataError(
+            "FV2491",
+            f"{LABEL_FILE}: {images} images with {labels} labels each are more than {MOST_VALUES} labels; leave images "
+            "or classes out, or choose larger patches",
+        )
 
 
 def write_label_file(folder: Path, column: str, rows: Iterable[tuple[str, str, str]]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedvit.answers import scale_labels
 from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, read_image, read_mask
-from fedvit.data.label_file import LABEL_FILE
+from fedvit.data.label_file import LABEL_FILE, check_count
 from fedvit.data.text import SETTINGS
 from fedvit.errors import DataError
 from fedvit.label_forms import OtherTask
@@ -183,6 +183,8 @@ class LabelledSplit(Split):
     task: OtherTask
 
     def relabel(self, table: Indices, classes: int) -> Self:
+        """Raises DataError for a run with so many classes that labels would take too much memory."""
+        check_count(len(self.labels), classes)
         updated = np.zeros((len(self.labels), classes), self.labels.dtype)
         held = np.flatnonzero(table >= 0)
         updated[:, table[held]] = self.labels[:, held]
@@ -233,8 +235,10 @@ class MaskedSplit(Split):
         return None
 
     def fit_labels(self, batch: Batch) -> Self:
+        """Raises DataError for patches so small that labels would take too much memory."""
         sides = (batch.image_size, batch.patch_size)
         if sides not in self.known:
+            check_count(len(self.masks), batch.patches)
             self.known.clear()
             rows = [self._read_mask(row, batch) for row in range(len(self.masks))]
             self.known[sides] = np.array(rows, np.int16).reshape(len(rows), batch.patches)

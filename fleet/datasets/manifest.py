@@ -7,6 +7,7 @@ places among the names in `classes.txt` beside the file: labels of other tasks.
 """
 
 import csv
+import math
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -14,8 +15,9 @@ from typing import BinaryIO
 import numpy as np
 
 from fedvit.data.images import read_mask
-from fedvit.data.label_file import CLASS_FILE, SEPARATOR, make_sets, read_class_names
+from fedvit.data.label_file import CLASS_FILE, RESERVED, SEPARATOR, make_sets, read_class_names
 from fedvit.errors import DataError
+from fedvit.label_forms import LARGEST_NUMBER
 from fleet.datasets.cifar100 import coarse_labels
 from fleet.datasets.columns import Columns
 from fleet.datasets.imagefiles import ImageFile, keep_readable
@@ -104,16 +106,22 @@ def _read_other(
         return classes, OtherLabels(task="multi_label", values=make_sets(sets, classes))
     if purpose == "mask":
         return _read_masks(path, [(line, row[column]) for line, row in rows])
-    numbers = []
-    for line, row in rows:
-        try:
-            numbers.append(float(row[column]))
-        except ValueError:
-            raise DataError("FV2008", f"{path}, line {line}: {column} is {row[column]!r}, expected a number") from None
-    values = np.array(numbers, np.float64).reshape(-1, 1)
-    if not np.isfinite(values).all():
-        raise DataError("FV2008", f"{path}: {column} has numbers that are not finite")
+    if column in RESERVED:
+        raise DataError("FV2011", f"{path}: devices would not read column {column} as numbers; give it another name")
+    values = np.array([_read_number(path, line, column, row[column]) for line, row in rows]).reshape(-1, 1)
     return folder_names([column]), OtherLabels(task="regression", values=values)
+
+
+def _read_number(path: Path, line: int, column: str, cell: str) -> float:
+    try:
+        number = float(cell)
+    except ValueError:
+        number = math.nan
+    if not abs(number) <= LARGEST_NUMBER:
+        raise DataError(
+            "FV2008", f"{path}, line {line}: {column} is {cell!r}, expected a number of at most {LARGEST_NUMBER:g}"
+        )
+    return number
 
 
 def _read_masks(path: Path, cells: list[tuple[int, str]]) -> tuple[tuple[str, ...], OtherLabels]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -120,6 +121,10 @@ FAILING = DatasetReader(fail, fail)
 
 def choose_one(devices, wanted, seed, round_number, answers):
     return devices[:1]
+
+
+def draw(devices, wanted, seed, round_number, answers):
+    return np.random.default_rng(seed).choice(devices, wanted, replace=False)
 """
 
 
@@ -132,6 +137,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     groups[plugins.PARTITIONS.group]["doubled"] = "acme_plugins:Doubled"
     groups[plugins.READERS.group]["failing"] = "acme_plugins:FAILING"
     groups[plugins.SELECTORS.group]["one"] = "acme_plugins:choose_one"
+    groups[plugins.SELECTORS.group]["drawn"] = "acme_plugins:draw"
     aggregators = {"wide": "acme_plugins:Wide", "infinite": "acme_plugins:Infinite", "unmade": "acme_plugins:Unmade"}
     groups[plugins.AGGREGATORS.group] |= aggregators
     groups[plugins.MODELS.group] |= {"flat": "acme_plugins:Flat", "vit_tiny_patch16_224": "acme_plugins:Flat"}
@@ -205,6 +211,14 @@ def test_a_selector_that_chooses_too_few_is_refused() -> None:
     assert select(["b", "a"], 1, 0, 1, {}) == ["a"]
     with pytest.raises(ConfigError, check=has_code("FV1485", "2 different devices of 3 are wanted, it chose ['a']")):
         select(["a", "b", "c"], 2, 0, 1, {})
+
+
+def test_names_that_numpy_has_drawn_can_be_stored() -> None:
+    select = find_selector("drawn")
+    assert select is not None
+    chosen = select(["c", "b", "a"], 2, 0, 1, {})
+    assert len(chosen) == 2
+    assert msgspec.json.decode(msgspec.json.encode(chosen)) == chosen
 
 
 @pytest.mark.parametrize(("name", "reason"), [("wide", "expected {'w': (3,)}"), ("infinite", "'w' is not finite")])

@@ -111,8 +111,8 @@ def _find_why_no_auc(config: RunConfig, method: Method, vit: PatchViT) -> str | 
     """Return the reason why devices do not count scores by class; None if they do."""
     if not method.evaluate(vit).counts_classes:
         return f"{config.method} keeps on devices what they answered for each class"
-    if vit.reads_text or config.task == "regression":
-        return f"{'a text' if vit.reads_text else 'a regression'} has no classes of images"
+    if vit.reads_text or config.task in ("regression", "segmentation"):
+        return f"a {'text' if vit.reads_text else config.task} has no classes of images"
     if config.secure:
         return "secure = true adds up right answers alone"
     if len(config.classes) > MAX_SCORED_CLASSES:

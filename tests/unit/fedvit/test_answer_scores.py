@@ -65,6 +65,8 @@ def test_numbers_have_an_error_and_a_share_of_their_variance(low: float) -> None
 
 def test_no_images_have_no_scores() -> None:
     assert score_answers([]) == {}
+    empty = (ClassCount(0, 4, 4), ClassCount(2, 0, 0))  # as an earlier record may have
+    assert score_answers([EvaluationCounts(1, {"correct": 1.0, "patches": 4.0}, empty)]) == {"miou": 1.0}
 
 
 def test_a_device_that_keeps_its_counts_changes_no_scores_of_others() -> None:

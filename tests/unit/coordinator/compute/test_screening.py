@@ -1,5 +1,7 @@
 """Which updates are left out or shortened; all numbers by hand."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,11 +16,11 @@ def update(device: str, length: float, samples: int = 10) -> Upload:
     return Upload(device, samples, f"blake3:{device}", lambda: tensors)
 
 
-def features(device: str, size: float, rows: int = 4) -> Upload:
+def features(device: str, size: float, rows: int = 4, labels: Any = None) -> Upload:
     """Features that are `size` everywhere, so that this is their root mean square."""
     tensors: Tensors = {
         "features.1": np.full((rows, 2, 3), size, np.float32),
-        "labels": np.arange(rows, dtype=np.int64),
+        "labels": np.arange(rows, dtype=np.int64) if labels is None else labels,
     }
     return Upload(device, rows, f"blake3:{device}", lambda: tensors)
 
@@ -93,6 +95,16 @@ def test_features_are_not_clipped_and_need_not_be_there() -> None:
     screened = Screen(clip_norm=0.5, reject_scale=10.0).apply(uploads)
     assert [upload.device for upload in screened.uploads] == ["a", "b", "c"]
     assert float(screened.uploads[1].load()["features.1"].max()) == 2
+
+
+def test_labels_of_other_tasks_are_no_update() -> None:
+    """Sets of classes and numbers are floats with an axis of their own."""
+    sets = np.float32([[1, 1, 0], [0, 0, 1], [1, 1, 1], [0, 0, 0]])
+    uploads = [features(name, size, labels=sets) for name, size in zip("abcd", (1, 2, 3, 40), strict=True)]
+    screened = Screen(clip_norm=0.5, reject_scale=10.0).apply(uploads)
+    assert [upload.device for upload in screened.uploads] == ["a", "b", "c"]
+    assert screened.figures["median_norm"] == 0
+    assert all((upload.load()["labels"] == sets).all() for upload in screened.uploads)
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:

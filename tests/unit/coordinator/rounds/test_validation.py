@@ -577,5 +577,9 @@ def test_patches_are_counted_in_a_segmentation() -> None:
     for by_class, told in ((counts, 3.0), (scored, 1.0), ((ClassCount(0, 0, 2, ((1, 1),)),), 2.0)):
         with pytest.raises(BadPayload, check=has_code("FV1505")):
             check_result(evaluated(by_class=by_class, metrics={**metrics, "patches": told}), program, hello())
-    with pytest.raises(BadPayload, check=has_code("FV1505", f"more patches than the {patches}")):
-        check_result(evaluated(by_class=(ClassCount(0, 0, patches + 1),), metrics=metrics), program, hello())
+    empty = (*counts, ClassCount(2, 0, 0))
+    with pytest.raises(BadPayload, check=has_code("FV1505", "class 2 is counted without a patch")):
+        check_result(evaluated(by_class=empty, metrics=metrics), program, hello())
+    more, told = (ClassCount(0, 0, patches), ClassCount(1, 0, 1)), {**metrics, "patches": patches + 1.0}
+    with pytest.raises(BadPayload, check=has_code("FV1505", f"more than the {patches}")):
+        check_result(evaluated(by_class=more, metrics=told), program, hello())

@@ -416,3 +416,14 @@ def test_size_is_that_of_the_upright_picture(tmp_path: Path) -> None:
     file.write_bytes(b"none")
     with pytest.raises(DataError, check=has_code("FV1403", str(file))):
         read_size(file)
+
+
+def test_a_picture_of_any_size_gets_no_mask_of_any_size(tmp_path: Path) -> None:
+    """A JPEG is decoded at an eighth of its sides, a mask would have all of its pixels: 4 GB of 65,000 x 65,000."""
+    file = tmp_path / "large.jpg"
+    Image.new("RGB", (8, 8)).save(file)
+    content = file.read_bytes()
+    sides = content.index(b"\xff\xc0") + 5
+    file.write_bytes(content[:sides] + struct.pack(">HH", 65_000, 65_000) + content[sides + 4 :])
+    with pytest.raises(DataError, check=has_code("FV1403", "65000 x 65000 pixels")):
+        read_size(file)

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from fedvit.data.folder import DeviceData, LabelledSplit
-from fedvit.data.label_file import read_label_file, write_label_file
+from fedvit.data.label_file import MOST_VALUES, read_label_file, write_label_file
 from fedvit.data.split import RandomSplit
 from fedvit.errors import DataError
 from fedvit.label_forms import LabelForm
@@ -42,6 +43,13 @@ def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
     assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
     with pytest.raises(DataError, check=has_code("FV1404", "labels in labels.csv that the run does not know: emu")):
         data.relabel(("cat", "dog"))
+
+
+def test_a_run_with_too_many_classes_takes_no_memory(tmp_path: Path) -> None:
+    """A coordinator chooses the classes of a Program, and each image would get a number for each of them."""
+    data = DeviceData.open(write(tmp_path, SETS))
+    with pytest.raises(DataError, check=has_code("FV2491", f"with {MOST_VALUES} labels each")):
+        data.train.relabel(np.arange(len(data.classes)), MOST_VALUES)
 
 
 def test_numbers_are_scaled_to_the_range_of_the_run(tmp_path: Path) -> None:
@@ -187,6 +195,15 @@ def test_an_image_without_a_readable_mask_is_listed(tmp_path: Path) -> None:
     assert again.train.labels[1].tolist() == [0, 1, -1, 2], "the mask was mended"
     _, readable = again.train.load(np.arange(2), 4)
     assert readable.all()
+
+
+def test_patches_of_single_pixels_take_no_memory(tmp_path: Path) -> None:
+    """A coordinator chooses their size: 3 images would have 50 million labels."""
+    write_masks(tmp_path, FOUR, ONE, table=MASKS + "c.png,train,masks/a.png\nd.png,train,masks/a.png\n")
+    data = DeviceData.open(write(tmp_path, (tmp_path / "labels.csv").read_text(), "cd"))
+    fine = msgspec.structs.replace(PATCHES, image_size=4096, patch_size=1)
+    with pytest.raises(DataError, check=has_code("FV2491", "3 images with 16777216 labels each")):
+        data.fit_to(fine)
 
 
 def test_a_coloured_mask_is_refused(tmp_path: Path) -> None:

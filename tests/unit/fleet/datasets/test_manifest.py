@@ -46,6 +46,23 @@ def test_columns_by_name(tmp_path: Path) -> None:
     assert samples.official_test is None
 
 
+@pytest.mark.parametrize(
+    ("column", "cell", "code", "named"),
+    [
+        ("labels", "0.5", "FV2011", "column labels as numbers"),
+        ("split", "0.5", "FV2011", "column split as numbers"),
+        ("height", "1e10", "FV2008", "line 2: height is '1e10', expected a number of at most 1e+09"),
+        ("height", "nan", "FV2008", "line 2: height is 'nan'"),
+    ],
+)
+def test_numbers_that_a_device_would_not_read_are_refused(
+    tmp_path: Path, column: str, cell: str, code: str, named: str
+) -> None:
+    path = write(tmp_path, f"path,{column}\nimages/1.png,{cell}\n")
+    with pytest.raises(DataError, check=has_code(code, named)):
+        read_samples(str(path), 4, Columns(number=column))
+
+
 def test_lines_without_label_or_image_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path, "path,label\nimages/0.png,a\nimages/1.png,\nimages/9.png,b\nlist.csv,b\n")
     samples = read_manifest(path, 4)

@@ -53,6 +53,7 @@ def test_settings_that_a_mean_of_means_would_break_are_refused(
     ("values", "reason"),
     [
         ({"task": "regression", "number_range": (0.0, 1.0)}, "a regression has no classes"),
+        ({"task": "segmentation"}, "a segmentation has no classes of images"),
         ({"secure": True, "devices": 4, "cohort": 4}, "secure = true adds up right answers alone"),
         ({"classes": [f"class-{number}" for number in range(65)]}, "65 classes are more than the 64"),
     ],

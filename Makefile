@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -189,6 +189,10 @@ build/arm/kernels/.made: build/arm/.made kernels/compile.py kernels/setup.py ker
 	@CXX=aarch64-linux-gnu-g++ $(BIN)/python -m build --quiet --installer uv --wheel --outdir build/arm/kernels kernels
 	@$(BIN)/python -m zipfile -e build/arm/kernels/fedvit_kernels-*-manylinux_*_aarch64.whl build/arm/kernels
 	@touch $@
+
+# docs/backbones.md: each listed backbone is exported and verified; 15 GB of memory
+backbones: install
+	@$(BIN)/python -m pytest -q tests/backbones/check_backbones.py
 
 # power cuts and faults of a device's disk, without an emulator (docs/boards.md); root
 power-cuts: install mosquitto

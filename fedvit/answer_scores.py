@@ -4,6 +4,7 @@ Scores of answers are counted in bins; images in one bin count as equal, so that
 within bins.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from fedvit.wire.messages import SCORE_BINS, ClassCount
 Histogram = list[list[int]]
 """Images of a class, and other images, by bin."""
 
-SCORE_NAMES = {"auc": "AUC", "mean_ap": "mean AP", "macro_f1": "macro F1", "mae": "MAE", "r2": "R2"}
+SCORE_NAMES = {"auc": "AUC", "mean_ap": "mean AP", "macro_f1": "macro F1", "mae": "MAE", "r2": "R2", "miou": "mean IoU"}
 """Names of scores in tables."""
 
 
@@ -40,9 +41,12 @@ def score_answers(devices: Sequence[EvaluationCounts]) -> dict[str, float]:
         return {}
     if "absolute_error" in devices[0].metrics:
         return _score_numbers([device.metrics for device in devices], images)
+    if any("patches" in device.metrics for device in devices):
+        mean = _find_mean_iou([count for device in devices for count in device.by_class])
+        return {} if mean is None else {"miou": mean}
     histograms = add_histograms(count for device in devices for count in device.by_class)
     scores = {"auc": find_mean_auc(histograms)}
-    if not all(device.has_one_class for device in devices):
+    if not all(device.has_one_class for device in devices if device.by_class):
         scores |= {"mean_ap": _find_mean_ap(histograms), "macro_f1": _find_macro_f1(histograms)}
     return {name: value for name, value in scores.items() if value is not None}
 
@@ -108,9 +112,26 @@ def _find_macro_f1(histograms: Mapping[int, Histogram]) -> float | None:
     return fmean(scores) if scores else None
 
 
+def _find_mean_iou(counts: Sequence[ClassCount]) -> float | None:
+    """Return the mean over classes of the intersection over the union of their patches; None: answers are not known."""
+    right, of_class, answered = (Counter[int]() for _ in range(3))
+    for count in counts:
+        if sum(patches for _, patches in count.wrong) != count.images - count.correct:
+            return None
+        right[count.label] += count.correct
+        of_class[count.label] += count.images
+        answered.update({count.label: count.correct} | dict(count.wrong))
+    labels = of_class.keys() | {label for label, patches in answered.items() if patches}
+    return (
+        None
+        if not labels
+        else fmean(right[label] / (of_class[label] + answered[label] - right[label]) for label in labels)
+    )
+
+
 def _score_numbers(metrics: Sequence[Mapping[str, float]], images: int) -> dict[str, float]:
     """Return the mean absolute error, and R2 where devices told the sums of their numbers."""
-    if any("absolute_error" not in of for of in metrics):
+    if not all(of.keys() >= {"absolute_error", "squared_error"} for of in metrics):
         return {}
     sums = {name: sum(of.get(name, 0.0) for of in metrics) for of in metrics for name in of}
     scores = {"mae": sums["absolute_error"] / images}

@@ -10,7 +10,7 @@ from fedvit.label_forms import LARGEST_OUTPUT, LabelForm
 Numbers = npt.NDArray[np.float32]
 
 
-def scale_labels(form: LabelForm, numbers: Numbers) -> Numbers:
+def scale_labels(form: LabelForm, numbers: npt.NDArray[np.float64]) -> Numbers:
     """Scale a regression's numbers to those that a model learns, (n, 1) float32."""
     scaled: Numbers = ((numbers - form.middle) / form.half).astype(np.float32)
     return scaled
@@ -24,13 +24,24 @@ def unscale_outputs(form: LabelForm, outputs: Numbers) -> npt.NDArray[np.float64
 
 def find_equal(form: LabelForm, left: Numbers, right: Numbers) -> Any:
     """Return which samples have equal answers by two sets of outputs, (n,): numbers within 1 % of the range."""
+    if form.task == "segmentation":
+        return (left.argmax(axis=-1) == right.argmax(axis=-1)).all(axis=1)
     if form.task == "multi_label":
         return ((left > 0) == (right > 0)).all(axis=1)
     return (np.abs(left - right) <= 0.02).all(axis=1)
 
 
-def count_right(form: LabelForm, labels: Numbers, outputs: Numbers) -> Any:
+def count_right_patches(labels: Any, answers: Any) -> Any:
+    """Return the share of right patches of each image, (n,), of (n, patches) classes; 1 where no patch has a class."""
+    has_class = labels >= 0
+    right = ((answers == labels) & has_class).sum(axis=1)
+    return np.where(has_class.any(axis=1), right / np.maximum(has_class.sum(axis=1), 1), 1.0)
+
+
+def count_right(form: LabelForm, labels: Any, outputs: Numbers) -> Any:
     """Return how right each sample's answer is, (n,) from 0 to 1."""
+    if form.task == "segmentation":
+        return count_right_patches(labels, outputs.argmax(axis=-1))
     if form.task == "multi_label":
         answered, true = outputs > 0, labels > 0.5
         sizes = answered.sum(axis=1) + true.sum(axis=1)

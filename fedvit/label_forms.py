@@ -1,9 +1,10 @@
 """The tasks of a run beside one class for each sample: what a label is, and what an answer means.
 
-| task | label of a sample, float32 | answer | accuracy |
+| task | label of a sample, float32 if not said | answer | accuracy |
 |---|---|---|---|
 | multi_label | (classes,): 1 for each class that it has, else 0 | classes with a logit above 0 | F1 of the sets |
 | regression | (1,): a number, scaled to -1 at `low` and 1 at `high` | the output, scaled back | 1 - error / range |
+| segmentation | (patches,) int64: a class of each patch, by rows; -1: none | a class of each patch | right patches |
 
 Losses are in `fedvit.methods.losses`, answers in `fedvit.answers`, counts of an evaluation in
 `edge_client.work.answer_tally`.
@@ -13,15 +14,18 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-TaskName = Literal["classification", "multi_label", "regression"]
-OtherTask = Literal["multi_label", "regression"]
-Bound = Annotated[float, Meta(ge=-1e9, le=1e9)]
+TaskName = Literal["classification", "multi_label", "regression", "segmentation"]
+OtherTask = Literal["multi_label", "regression", "segmentation"]
+LARGEST_NUMBER = 1e9
+"""Largest label of a regression, and the least is its negative."""
+Bound = Annotated[float, Meta(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 LARGEST_OUTPUT = 1e6
 """Outputs of a regression are cut off here, as a model that diverges gives infinite ones."""
 
 ACCURACY: dict[OtherTask, str] = {
     "multi_label": "of each image the F1 of its set of classes",
     "regression": "of each image 1 - absolute error / range, at least 0",
+    "segmentation": "of each image the share of its patches",
 }
 """What stands for a right answer, for reports."""
 
@@ -43,6 +47,11 @@ class LabelForm(Struct, frozen=True, kw_only=True):
         """Middle of the range of numbers."""
         return (self.high + self.low) / 2
 
-    def describe_label(self, classes: int) -> tuple[tuple[int, ...], str]:
+    @property
+    def labels_patches(self) -> bool:
+        """Return whether each patch of an image has a class."""
+        return self.task == "segmentation"
+
+    def describe_label(self, classes: int, patches: int) -> tuple[tuple[int, ...], str]:
         """Return shape and dtype of one sample's label."""
-        return (classes,), "float32"
+        return ((patches,), "int64") if self.labels_patches else ((classes,), "float32")

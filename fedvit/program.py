@@ -126,7 +126,12 @@ class Batch(Struct, frozen=True, kw_only=True):
     def describe_label(self, classes: int) -> tuple[tuple[int, ...], str]:
         """Return shape and dtype of the label of one sample."""
         positions = (self.text.context,) if self.text else ()
-        return self.labels.describe_label(classes) if self.labels else (positions, "int64")
+        return self.labels.describe_label(classes, self.patches) if self.labels else (positions, "int64")
+
+    @property
+    def task(self) -> str:
+        """The run's task, for people."""
+        return self.labels.task if self.labels else "one class for each image"
 
     @property
     def run_size(self) -> int:
@@ -359,9 +364,13 @@ def _nonsense(program: Program) -> Iterator[str]:
     if batch.text:
         sizes["a batch of text"] = (batch.batch_size, batch.text.context)
     if form := batch.labels:
-        sizes["labels of a batch"] = (batch.batch_size, len(program.classes))
+        sizes["labels of a batch"] = (batch.batch_size, len(program.classes), batch.patches)
         if batch.text or program.secure or program.evaluate.gather:
             yield f"text, secure sums and gathered features need one class for each sample, the task is {form.task}"
+        if form.labels_patches and (batch.mask_ratio or batch.crop_padding or batch.flip):
+            yield "labels of patches, and patches that are left out, cropped or mirrored"
+        if form.labels_patches and any(phase.collect for phase in program.train):
+            yield "labels of patches, and a phase that collects features of images"
         if form.task == "regression" and not (form.low < form.high and len(program.classes) == 1):
             yield f"a regression of {len(program.classes)} numbers from {form.low:g} to {form.high:g}"
     for name, spec in program.tensors.items():

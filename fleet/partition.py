@@ -15,7 +15,7 @@ from msgspec import Struct
 from PIL import Image
 
 from fedvit.data.images import Indices
-from fedvit.data.label_file import SETS, write_label_file
+from fedvit.data.label_file import CLASS_FILE, MASKS, SETS, write_label_file
 from fedvit.data.layout import PARTITION_FILE, TEST, TRAIN
 from fedvit.data.split import split_train_test
 from fedvit.data.text import character_name, write_texts
@@ -311,8 +311,10 @@ class _ImageWriter:
     def write_labels(self, folder: Path) -> None:
         """Write the label file of the images that were written below a folder."""
         if other := self._samples.other:
-            column = SETS if other.task == "multi_label" else self._samples.classes[0]
-            write_label_file(folder, column, self._listed)
+            columns = {"multi_label": SETS, "segmentation": MASKS}
+            write_label_file(folder, columns.get(other.task, self._samples.classes[0]), self._listed)
+            if other.task == "segmentation":
+                (folder / CLASS_FILE).write_text("".join(f"{name}\n" for name in self._samples.classes), "utf-8")
             self._listed = []
 
     def _write_labelled(self, other: OtherLabels, rows: Indices, folder: Path, noise_std: float) -> dict[str, int]:
@@ -322,11 +324,11 @@ class _ImageWriter:
             name = f"{len(kept):05d}.png"
             if self._save(row, folder / name, noise_std):
                 kept.append(row)
-                label = other.write(row, self._samples.classes)
+                label = other.write(row, self._samples.classes, folder / name)
                 self._listed.append((f"{folder.name}/{name}", folder.name, label))
         if other.task == "regression":
             return {self._samples.classes[0]: len(kept)}
-        return dict(zip(self._samples.classes, map(int, other.values[kept].sum(axis=0)), strict=True))
+        return dict(zip(self._samples.classes, map(int, (other.values[kept] > 0).sum(axis=0)), strict=True))
 
     def _save(self, row: int, file: Path, noise_std: float) -> bool:
         """Write an image; False for one that cannot be decoded."""

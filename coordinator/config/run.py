@@ -296,6 +296,11 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         unfit = {"secure = true": self.secure, "[promote]": self.promote, "server_data": self.server_data}
         if key := next((key for key, is_set in unfit.items() if is_set), None):
             raise ConfigError("FV2490", f"{key} needs one class for each image, the task is {self.task}: leave it out")
+        if self.task == "segmentation" and (self.images.crop_padding or self.images.flip):
+            raise ConfigError(
+                "FV2490",
+                "[images]: masks are not cropped or mirrored with pictures: leave crop_padding and flip out",
+            )
 
     def check_privacy_of_modes(self) -> None:
         """Raise ConfigError if the mode or a codec violates the assumptions of the aggregator or of the accounting."""

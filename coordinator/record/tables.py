@@ -356,7 +356,8 @@ class DeviceModelRecord(Struct, frozen=True, kw_only=True):
 
     @property
     def mean_confidence(self) -> float | None:
-        return self.confidence / self.answered if self.answered else None
+        """Mean confidence, at most 1 whatever the device claims."""
+        return min(1.0, self.confidence / self.answered) if self.answered else None
 
 
 PromotionAct = Literal["compared", "canary", "promoted", "rolled back", "retired"]

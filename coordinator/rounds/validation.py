@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,15 @@ from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import MAX_CLASS_LIST_BYTES, SCORE_BINS, ClassCount, Hello, Manifest, Result
 from fedvit.wire.transfer import chunk_bytes_within
 
-_ERRORS = ("absolute_error", "squared_error", "squared_number")
-"""Sums of a regression that are at least 0."""
+_ERRORS = {"absolute_error", "squared_error"}
+_NUMBERS = {"number", "squared_number"}
+_SUMS: dict[str, tuple[set[str], ...]] = {
+    "regression": (_ERRORS, _ERRORS | _NUMBERS),
+    "segmentation": (set(), {"patches"}),
+}
+"""Sums that an evaluation has by task, with those of labels alone, which a device may keep, and without them."""
+MOST_METRIC = 1e100
+"""Largest metric: sums over all devices, and their squares, remain numbers."""
 _OVERHEAD_BYTES = 64 * 1024
 """Allowance for the names and shapes in an upload's header, per hundred tensors."""
 MIN_FREE_BYTES = 16 * 1024 * 1024
@@ -101,7 +109,7 @@ def few(names: Sequence[str]) -> list[str]:
 def check_result(result: Result, program: Program, hello: Hello) -> None:
     """Check a result's message, before its upload is fetched. Raises BadPayload."""
     for name, value in result.metrics.items():
-        if not np.isfinite(value):
+        if not abs(value) <= MOST_METRIC:
             raise BadPayload("FV1505", f"metric {name!r} is {value}")
     if program.secure:
         if result.samples or result.metrics or result.by_class or result.upload:
@@ -116,8 +124,7 @@ def check_result(result: Result, program: Program, hello: Hello) -> None:
         raise BadPayload("FV1505", f"it reports {result.metrics.get('correct')} correct answers of {result.samples}")
     if result.kind == "compare":
         _check_comparison(result)
-    if any(result.metrics.get(name, 0.0) < 0 for name in _ERRORS):
-        raise BadPayload("FV1505", f"it reports {result.metrics}: sums of errors cannot be negative")
+    _check_sums(result, program)
     if result.by_class:
         if not program.evaluate.counts_classes:
             raise BadPayload("FV1505", "it has counts by class, which this program keeps on devices")
@@ -157,6 +164,20 @@ def _check_steps(result: Result, program: Program, announced: int) -> None:
         raise BadPayload("FV1505", f"it reports {steps} steps, its images take {max(least, 1)} to {planned}")
 
 
+def _check_sums(result: Result, program: Program) -> None:
+    """Raises BadPayload unless an evaluation, and nothing else, has the sums of its task."""
+    form, names = program.batch.labels, result.metrics.keys() & set().union(*chain(*_SUMS.values()))
+    task = form.task if form and result.kind == "evaluate" else ""
+    if names not in _SUMS.get(task, (set(),)):
+        raise BadPayload(
+            "FV1505", f"a {result.kind} result of this task has the sums {', '.join(sorted(names)) or '-'}"
+        )
+    if negative := sorted(name for name in names - {"number"} if result.metrics[name] < 0):
+        raise BadPayload("FV1505", f"{negative[0]} is {result.metrics[negative[0]]:g}, it cannot be negative")
+    if task == "regression" and result.by_class:
+        raise BadPayload("FV1505", f"its counts of {len(result.by_class)} classes are of no regression")
+
+
 def _check_class_counts(result: Result, program: Program) -> None:
     """Raises BadPayload unless the counts by class add up to those of the evaluation."""
     labels, classes = [count.label for count in result.by_class], len(program.classes)
@@ -166,11 +187,20 @@ def _check_class_counts(result: Result, program: Program) -> None:
         raise BadPayload("FV1505", f"its counts by class must be of different classes below {classes}, in order")
     if any(count.correct > count.images for count in result.by_class):
         raise BadPayload("FV1505", "a class has more correct answers than images")
-    if any(count.images > result.samples for count in result.by_class):
-        raise BadPayload("FV1505", f"a class has more images than the {result.samples} of the evaluation")
+    form = program.batch.labels
+    what, counted = "images", result.samples
+    if form and form.labels_patches:
+        what, counted = "patches", result.samples * program.batch.patches
+    if any(count.images > counted for count in result.by_class):
+        raise BadPayload("FV1505", f"a class has more {what} than the {counted} of the evaluation")
+    if form and form.labels_patches:
+        _check_patches(result, classes)
+        return
     for count in result.by_class:
         _check_scores(count, result.samples)
-    if program.batch.labels:  # an image may have several classes, or none
+    if form:  # an image may have several classes, or none
+        if any(count.wrong for count in result.by_class):
+            raise BadPayload("FV1505", "its counts have wrong answers of a class, in a task where images have sets")
         return
     for count in result.by_class:
         _check_wrong_answers(count, classes)
@@ -180,6 +210,18 @@ def _check_class_counts(result: Result, program: Program) -> None:
         raise BadPayload(
             "FV1505", f"its counts by class are {correct} correct answers of {images}, it reports {reported}"
         )
+
+
+def _check_patches(result: Result, classes: int) -> None:
+    """Raises BadPayload unless the counts are those of the patches that have a class, without scores."""
+    patches = sum(count.images for count in result.by_class)
+    if any(count.scores for count in result.by_class) or patches != result.metrics.get("patches"):
+        reported = result.metrics.get("patches")
+        raise BadPayload(
+            "FV1505", f"its counts by class are of {patches} patches without scores, it reports {reported}"
+        )
+    for count in result.by_class:
+        _check_wrong_answers(count, classes)
 
 
 def _check_scores(count: ClassCount, samples: int) -> None:

@@ -10,7 +10,9 @@ from edge_client.commands.options import program_options, read_settings
 from export.bundle.assemble import Precision
 from fedvit.command_line import Command, json_flag
 from fedvit.data.images import is_image_name
+from fedvit.data.label_file import CLASS_FILE
 from fedvit.errors import DataError
+from fedvit.files import atomic_write, storage_failed
 from fedvit.quantities import format_count
 from fedvit.terminal import escape_line
 
@@ -29,6 +31,7 @@ from fedvit.terminal import escape_line
     help="Which model file to use; by default fp32.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
+@click.option("--masks", type=click.Path(path_type=Path), help="Folder for masks of a segmentation's answers, as PNG.")
 @json_flag
 @click.pass_context
 def command(
@@ -39,10 +42,11 @@ def command(
     bundle: Path,
     precision: str | None,
     top: int,
+    masks: Path | None,
     as_json: bool,
     **own: Any,
 ) -> None:
-    """Answer each of IMAGES with the model of a bundle: classes with probabilities, or a number.
+    """Answer each of IMAGES with the model of a bundle: classes with probabilities, a number, or shares of classes.
 
     A folder stands for all images in it.
     """
@@ -51,12 +55,20 @@ def command(
 
     threads = read_settings(context, own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
+    if masks:
+        try:
+            masks.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_failed(f"cannot make folder {masks}", error) from error
+        atomic_write(masks / CLASS_FILE, "".join(f"{label}\n" for label in model.labels).encode())
     listed: list[dict[str, Any]] = []
     failed = 0
     listed_images = [file for path in images for file in _images_of(path)]
-    for path in listed_images:
+    for number, path in enumerate(listed_images):
         try:
             answers = model.answer(path, top)
+            if masks:
+                atomic_write(masks / f"{number:04d}-{path.stem}.png", model.make_mask(path))
         except DataError as error:
             failed += 1
             listed.append({"image": str(path), "error": str(error)})

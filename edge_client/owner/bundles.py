@@ -9,8 +9,8 @@ from edge_client.owner.trained import load_own_model
 from edge_client.settings import DeviceSettings
 from edge_client.storage.models import DeviceModel, DeviceModels
 from edge_client.storage.state import read_device_id, split_file, state_folder
+from edge_client.work.comparing import count_images
 from export.bundle.assemble import Precision
-from export.bundle.card import Training
 from export.bundle.read import can_open
 from export.bundle.write import Bench, TrainedModel, write_bundle
 from fedvit.data.folder import DeviceData
@@ -18,9 +18,6 @@ from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import ConfigError
 from fedvit.policy import describe_policy
 from profiles.probes.host import usable_cores
-
-NOT_COUNTED = "these are this device's images, those of the run's other devices are not known here"
-"""The first line of a card's policy."""
 
 
 def load_model(settings: DeviceSettings, run: str, round: str | int | None = None) -> tuple[TrainedModel, Bench]:
@@ -43,15 +40,7 @@ def load_model(settings: DeviceSettings, run: str, round: str | int | None = Non
         round=round,
     )
     if labelled:
-        trained = replace(
-            trained,
-            training=Training(
-                devices=1,
-                train_images=len(labelled.train),
-                test_images=len(labelled.test),
-                policy=(NOT_COUNTED, next(describe_policy(settings.policy))),
-            ),
-        )
+        trained = replace(trained, training=count_images(labelled, next(describe_policy(settings.policy))))
     bench = Bench(
         images=labelled.test if labelled else None,
         described="of the device's own test images",

@@ -8,6 +8,7 @@ from edge_client.settings import DeviceSettings
 from edge_client.storage.state import split_file
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import header_problem, is_image_name
+from fedvit.data.label_file import LABEL_FILE, has_label_file
 from fedvit.data.layout import TRAIN, UNLABELLED, find_layout, read_tree
 from fedvit.data.split import KeptSplit, RandomSplit
 from fedvit.errors import DataError
@@ -25,6 +26,10 @@ class ClassFolders:
     """
 
     def __init__(self, folder: Path) -> None:
+        if has_label_file(folder):
+            raise DataError(
+                "FV1402", f"{folder / LABEL_FILE} has the labels of this folder: add lines to it, images are not moved"
+            )
         tree = read_tree(folder, 2)
         tree.folders.pop(UNLABELLED, None)
         layout = find_layout(tree, str(folder))

@@ -12,7 +12,7 @@ from edge_client.serving.models import ModelServer, NoModel
 from edge_client.serving.request import ServeRequest
 from edge_client.serving.results import ResultFile, make_line
 from edge_client.serving.server import PredictServer
-from edge_client.serving.sources import FolderSource, Picture, Source, check_folder, follow, open_source
+from edge_client.serving.sources import FolderSource, Picture, Source, check_folder, follow, open_sources
 from fedvit.errors import DataError, describe_fault
 from fedvit.files import private_files
 from fedvit.signals import stop_on_signals
@@ -65,7 +65,7 @@ class Pipeline:
 def serve_pictures(request: ServeRequest) -> None:
     """Serve until SIGTERM or Ctrl-C. Raises ConfigError for a source or an address that cannot be used."""
     opened = [FolderSource(check_folder(folder, "--watch")) for folder in request.folders]
-    every_source = [*opened, *(open_source(text, request.every_s) for text in request.sources)]
+    every_source = [*opened, *open_sources(request.sources, request.every_s)]
     if not confine_server():  # before threads start
         log.warning("a model that is an attack could start programs: this system has no seccomp")
     notifier, stop = Notifier.from_environment(), stop_on_signals()

@@ -10,6 +10,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
@@ -130,7 +131,7 @@ class CameraSource:
         try:
             self._cv: Any = import_module("cv2")
         except ImportError as error:
-            raise ConfigError("FV1495", f'{address}: cameras need OpenCV: pip install "fedvit[camera]"') from error
+            raise ConfigError("FV1495", f'{self.name}: cameras need OpenCV: pip install "fedvit[camera]"') from error
 
     def pictures(self, stop: threading.Event) -> Iterator[Picture]:
         """Yield frames. Raises LinkDown when the camera cannot be opened or stops."""
@@ -185,6 +186,21 @@ def hide_login(address: str) -> str:
     """
     scheme, separator, rest = address.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2].partition('?')[0]}" if separator else address
+
+
+def open_sources(texts: Iterable[str], every_s: float) -> list[Source]:
+    """Open the values of --source. Raises ConfigError.
+
+    Cameras of one recorder may differ in the query alone, which is not shown: they are numbered.
+    """
+    opened: list[Source] = []
+    times: Counter[str] = Counter()
+    for source in (open_source(text, every_s) for text in texts):
+        times[source.name] += 1
+        if times[source.name] > 1:
+            source.name = f"{source.name} ({times[source.name]})"
+        opened.append(source)
+    return opened
 
 
 def open_source(text: str, every_s: float) -> Source:

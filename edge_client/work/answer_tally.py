@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedvit.answers import count_right, unscale_outputs
+from fedvit.answers import count_right, count_right_patches, unscale_outputs
 from fedvit.label_forms import LabelForm
 from fedvit.program import Program
 from fedvit.wire.messages import MAX_CONFUSED_CLASSES, MAX_SCORED_CLASSES, SCORE_BINS, ClassCount
@@ -15,7 +15,7 @@ BINS_PER_UNIT = 2
 
 
 ErrorSum = Literal["absolute_error", "squared_error"]
-LabelSum = Literal["number", "squared_number"]
+LabelSum = Literal["number", "squared_number", "patches"]
 
 
 class AnswerTally:
@@ -38,8 +38,11 @@ class AnswerTally:
     def add_answers(self, labels: Any, answers: Any) -> None:
         """Add readable samples with the classes that were answered."""
         self.correct += float((answers == labels).reshape(len(labels), -1).mean(axis=1).sum()) if len(labels) else 0.0
-        if labels.ndim > 1:  # a sample of text has characters of many classes
-            return
+        if labels.ndim == 1:  # a sample of text has characters of many classes
+            self.add_pairs(labels, answers)
+
+    def add_pairs(self, labels: Any, answers: Any) -> None:
+        """Count by class, (n,) and (n,)."""
         classes = len(self._seen)
         self._right += np.bincount(labels[answers == labels], minlength=classes)
         self._seen += np.bincount(labels, minlength=classes)
@@ -114,8 +117,25 @@ class SetTally(ScoreTally):
             self.add_scores(is_class, outputs)
 
 
+class PatchTally(AnswerTally):
+    """Counts the patches of a segmentation; those without a class count nowhere."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.labels = {"patches": 0.0}
+
+    def add_answers(self, labels: Any, answers: Any) -> None:
+        self.correct += float(count_right_patches(labels, answers).sum())
+        has_class = labels >= 0
+        self.labels["patches"] += float(has_class.sum())
+        self.add_pairs(labels[has_class], answers[has_class])
+
+
 class NumberTally(AnswerTally):
-    """Sums the errors of a regression, in the unit of its numbers; of `labels` their variance follows."""
+    """Sums the errors of a regression, in the unit of its numbers.
+
+    From `labels`, sums of distances from the middle of the range, the variance follows: also of numbers like 1e9 + 0.1.
+    """
 
     reads_scores = True
 
@@ -126,7 +146,7 @@ class NumberTally(AnswerTally):
         self.labels = {"number": 0.0, "squared_number": 0.0}
 
     def add(self, labels: Any, outputs: Any) -> None:
-        numbers, answers = (unscale_outputs(self._form, values).astype(np.float64) for values in (labels, outputs))
+        numbers, answers = (unscale_outputs(self._form, values) - self._form.middle for values in (labels, outputs))
         self.correct += float(count_right(self._form, labels, outputs).sum())
         self.errors["absolute_error"] += float(np.abs(answers - numbers).sum())
         self.errors["squared_error"] += float(np.square(answers - numbers).sum())
@@ -150,6 +170,8 @@ def make_tally(program: Program) -> AnswerTally:
     form, classes = program.batch.labels, len(program.classes)
     if form and form.task == "regression":
         return NumberTally(form)
+    if form and form.task == "segmentation":
+        return PatchTally(classes)
     if form:
         return SetTally(classes, form)
     scores = program.evaluate.counts_classes and program.evaluate.counts_scores and not program.batch.text

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +11,12 @@ import numpy as np
 
 from edge_client.work.runtime import Challenge, Compared, ModelSource, ModelTest, Runtime, Stopped, Watch
 from export.bundle.assemble import LOGITS, Precision
-from export.bundle.card import Origin
+from export.bundle.card import Origin, Training
 from export.bundle.measure import TOGETHER, as_input, open_session, run
 from export.bundle.read import Bundle
 from export.bundle.write import Bench, TrainedModel, make_bundle
 from fedvit.comparison import Comparison
-from fedvit.data.folder import Split
+from fedvit.data.folder import DeviceData, Split
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.program import Batch, Program
 from fedvit.tensors import Tensors
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession
 
 log = logging.getLogger(__name__)
+
+NOT_COUNTED = "these are this device's images, those of the run's other devices are not known here"
+"""The first line of a card's policy."""
 
 _PAIRS = ((True, True), (True, False), (False, True), (False, False))
 """Right answers of the challenger and the champion, in the order of a comparison's counts."""
@@ -46,6 +50,11 @@ def make_model(program: Program, graph: bytes, inputs: Tensors, source: ModelSou
     return TrainedModel(graph=graph, values=inputs, batch=program.batch, classes=program.classes, origin=origin)
 
 
+def count_images(data: DeviceData, policy: str) -> Training:
+    """Count the device's images for a bundle's card; `policy` tells what may be sent."""
+    return Training(devices=1, train_images=len(data.train), test_images=len(data.test), policy=(NOT_COUNTED, policy))
+
+
 def compare_models(runtime: Runtime, test: ModelTest, watch: Watch, challenge: Challenge) -> Compared:
     """Make the challenger's bundle, and count the test images that each model answers right.
 
@@ -54,6 +63,7 @@ def compare_models(runtime: Runtime, test: ModelTest, watch: Watch, challenge: C
     program, data = test.program, test.data
     inputs, flops = runtime.prepare(test, watch)
     trained = make_model(program, challenge.graph.read_bytes(), inputs, challenge.source)
+    trained = replace(trained, training=count_images(data, challenge.policy))
     if watch.stopped():
         raise Stopped("FV1422", "the task was stopped")
     bench = Bench(

@@ -144,6 +144,7 @@ class Challenge(NamedTuple):
     champion: Path | None  # folder of its bundle; None: the device uses no model
     machine: str
     cores: int
+    policy: str  # what may be sent, in words
 
 
 class Compared(NamedTuple):

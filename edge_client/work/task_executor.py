@@ -40,7 +40,7 @@ from fedvit.comparison import as_metrics
 from fedvit.data.folder import DeviceData
 from fedvit.errors import BadPayload
 from fedvit.logs import log_fields
-from fedvit.policy import Policy
+from fedvit.policy import Policy, describe_policy
 from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_evaluation_payload, make_training_payload
@@ -121,6 +121,7 @@ class TaskExecutor:
         self.guard = guard
         self._runtime = runtime
         self._counts_classes = policy.send.class_counts
+        self._policy = next(describe_policy(policy))
         self._least_mask = policy.send.least_mask
         self.begin_work = begin
         self._work: BackgroundWork | None = None
@@ -248,6 +249,7 @@ class TaskExecutor:
             champion=storage.models.path(champion.name) if champion else None,
             machine=platform.machine(),
             cores=usable_cores(),
+            policy=self._policy,
         )
         compared = self._runtime.compare(test, watch, challenge)
         storage.disk.make_room(task.run, sum(map(len, compared.files.values())))

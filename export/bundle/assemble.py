@@ -73,7 +73,7 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
     """
     if PATCHES not in graph.inputs or LOGITS not in graph.outputs:
         raise BadPayload("FV2310", f"no predict graph: it needs input {PATCHES!r} and output {LOGITS!r}")
-    classes = graph.shape(LOGITS)[1]
+    answer = graph.shape(LOGITS)[1:]  # (classes,), (patches, classes) of a segmentation
     length = "image.count"
     opened = open_batch(graph, PATCHES, batch.answer_size, length)
     front, constants = _unfold(batch, length)
@@ -88,7 +88,7 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
         back = _answer(batch, constants)
     inputs = {name: port for name, port in graph.inputs.items() if name != PATCHES}
     is_number = batch.labels is not None and batch.labels.task == "regression"
-    outputs = {name: Port(FLOAT, (BATCH, classes)) for name in (LOGITS, NUMBERS if is_number else PROBABILITIES)}
+    outputs = {name: Port(FLOAT, (BATCH, *answer)) for name in (LOGITS, NUMBERS if is_number else PROBABILITIES)}
     if features := None if probabilities else find_features(graph, batch.answer_size):
         back.append(make_node("Identity", [features], [FEATURES]))
         outputs[FEATURES] = Port(FLOAT, (BATCH, graph.shape(features)[1]))
@@ -105,7 +105,7 @@ def open_predict_graph(graph: Model, batch: Batch, *, probabilities: bool) -> Mo
 def _answer(batch: Batch, constants: dict[str, bytes]) -> list[Node]:
     """Make an answer of logits, in the terms of the run's task."""
     form = batch.labels
-    if form is None:
+    if form is None or form.labels_patches:
         return [make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1)]
     if form.task == "multi_label":
         return [make_node("Sigmoid", [LOGITS], [PROBABILITIES])]

@@ -204,6 +204,8 @@ def _describe_outputs(card: Card, preprocessing: Preprocessing) -> str:
     form = preprocessing.labels
     if form is None:
         return f"`logits` and `probabilities` (batch, {card.classes})"
+    if form.labels_patches:
+        return f"`logits` and `probabilities` (batch, patches, {card.classes}), of each patch by rows"
     if form.task == "multi_label":
         return (
             f"`logits` and `probabilities` (batch, {card.classes}), of each class by itself: several may be above 0.5"

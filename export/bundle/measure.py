@@ -142,7 +142,7 @@ def check_parity(
     got = run(session, images)[output]
     [alone] = run(session, images[:1])[output]
     scale = max(float(np.abs(want).max()), LEAST_SCALE)
-    difference_B = np.abs(got - want).max(axis=1)
+    difference_B = np.abs(got - want).reshape(len(images), -1).max(axis=1)
     difference_B[0] = np.maximum(difference_B[0], np.abs(alone - want[0]).max())
     left_out = len(images) // TIES if voted else 0
     difference = float(np.sort(difference_B)[-1 - left_out]) if np.isfinite(difference_B).all() else np.nan

@@ -1,12 +1,14 @@
 """Reads a bundle, and answers pictures with it."""
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import onnxruntime
+from PIL import Image
 
 from export.bundle.assemble import IMAGE, LOGITS, Precision
 from export.bundle.calibration import soften
@@ -15,7 +17,7 @@ from export.bundle.measure import FeatureAnswers, as_input, open_session, run_fe
 from export.bundle.reference import REFERENCE, PictureReference
 from export.bundle.write import CARD, LABELS, PREPROCESSING
 from fedvit.answers import find_probabilities, unscale_outputs
-from fedvit.data.images import Floats, Pixels, read_image
+from fedvit.data.images import Floats, Indices, Pixels, read_image, read_size
 from fedvit.errors import BadPayload, ConfigError
 from fedvit.program import Batch
 
@@ -71,7 +73,8 @@ class Bundle:
         file = folder / Precision(wanted).file
         session = open_session(file, threads)
         shapes = {port.name: list(port.shape[1:]) for port in (*session.get_inputs(), *session.get_outputs())}
-        for name, shape in ((IMAGE, [3, batch.image_size, batch.image_size]), (LOGITS, [card.classes])):
+        positions = [batch.patches] if batch.labels and batch.labels.labels_patches else []
+        for name, shape in ((IMAGE, [3, batch.image_size, batch.image_size]), (LOGITS, [*positions, card.classes])):
             if shapes.get(name) != shape:
                 raise BadPayload(
                     "FV1908", f"{file} has {shapes.get(name)} values of {name}, the bundle's other files say {shape}"
@@ -81,16 +84,43 @@ class Bundle:
     def answer(self, image: Path, top: int) -> list[ClassProbability] | list[NamedNumber]:
         """Answer one picture: the likeliest classes; of a multi-label task those above one half, or more if `top` is.
 
-        Of a regression it is the number. Raises DataError, naming the file, when it cannot be read.
+        Of a regression it is the number, of a segmentation the share of patches of each class that it has. Raises
+        DataError, naming the file, when it cannot be read.
         """
         pixels = read_image(image, self.batch.image_size)
         if form := self.batch.labels:
+            if form.labels_patches:
+                return self.list_shares(self.segment(pixels))
             logits_C = self.run(pixels).logits[0]
             if form.task == "regression":
                 return [NamedNumber(self.labels[0], float(unscale_outputs(form, logits_C)[0]))]
             count = max(int((logits_C > 0).sum()), top if top > 1 else 0)
             return self.rank(find_probabilities(logits_C), count)
         return self.rank(self.calibrate(self.run(pixels).logits[0]), top)
+
+    def segment(self, pixels_SSC: Pixels) -> Indices:
+        """Return the class of each patch of a picture, (rows, columns). Raises BadPayload when the model cannot run."""
+        grid = self.batch.image_size // self.batch.patch_size
+        places: Indices = self.run(pixels_SSC).logits[0].argmax(axis=-1).reshape(grid, grid)
+        return places
+
+    def make_mask(self, image: Path) -> bytes:
+        """Make a PNG of a picture's own size, upright: of each pixel the place of its class among the labels.
+
+        Raises DataError for a picture that cannot be read, ConfigError for a model of another task.
+        """
+        if self.batch.labels is None or not self.batch.labels.labels_patches:
+            raise ConfigError("FV2492", f"a model of task {self.batch.task} answers with no mask; leave --masks out")
+        places = Image.fromarray(self.segment(read_image(image, self.batch.image_size)).astype(np.uint8))
+        made = BytesIO()
+        places.resize(read_size(image), Image.Resampling.NEAREST).save(made, "PNG")
+        return made.getvalue()
+
+    def list_shares(self, places: Indices) -> list[NamedNumber]:
+        """List the share of patches of each class that has some, the largest first."""
+        shares = np.bincount(places.ravel(), minlength=len(self.labels)) / places.size
+        order = np.argsort(-shares, kind="stable")
+        return [NamedNumber(self.labels[place], float(shares[place])) for place in order if shares[place]]
 
     def check_classifies(self) -> None:
         """Raise ConfigError if the model's answer to a picture is not one class."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from fedvit.data.split import DEFAULT_SPLIT, KeptSplit, RandomSplit
 from fedvit.data.splits import CheckedFile as CheckedFile
 from fedvit.data.splits import Files as Files
 from fedvit.data.splits import LabelledSplit as LabelledSplit
+from fedvit.data.splits import MaskedSplit as MaskedSplit
 from fedvit.data.splits import Split as Split
 from fedvit.data.splits import Stamp as Stamp
 from fedvit.data.splits import TextSplit as TextSplit
@@ -129,7 +131,9 @@ class DeviceData:
     ) -> "DeviceData":
         table = read_label_file(folder)
         status = os.stat(folder / LABEL_FILE)
-        checked = _check_files([row.path for row in table.rows], limits[1], before.checked if before else {})
+        masks = [row.label for row in table.rows if isinstance(row.label, Path)]
+        paths = [*(row.path for row in table.rows), *masks]
+        checked = _check_files(paths, limits[1], before.checked if before else {})
         checked[folder / LABEL_FILE] = CheckedFile(Stamp(status.st_size, status.st_mtime_ns), None)
         usable, unusable = _choose_labelled(table, checked, classes)
         if not usable:
@@ -148,12 +152,15 @@ class DeviceData:
         if tests.all():
             raise DataError("FV1403", f"{folder}: all {len(usable)} images are for testing, none is for training")
 
-        def make(mine: list[int], old: Split | None) -> LabelledSplit:
-            labels = [table.rows[place].label for place in mine]
-            numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)
-            files = Files([table.rows[place].path for place in mine], *limits)
+        def make(mine: list[int], old: Split | None) -> Split:
+            rows = [table.rows[place] for place in mine]
+            labels, files = [row.label for row in rows], Files([row.path for row in rows], *limits)
             if before and old:
-                files.take_over(old.files, {path for path, now in checked.items() if before.checked.get(path) == now})
+                same = {path for path, now in checked.items() if before.checked.get(path) == now}
+                files.take_over(old.files, {row.path for row in rows if row.files <= same})
+            if table.task == "segmentation":
+                return MaskedSplit.of(files, [label for label in labels if isinstance(label, Path)], len(known))
+            numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)
             return LabelledSplit(numbers, files, table.task)
 
         return cls(
@@ -194,6 +201,7 @@ class DeviceData:
         if unknown := [self.classes[label] for label in held if self.classes[label] not in position]:
             more = ", ..." if len(classes) > 10 else ""
             what = "characters" if isinstance(self.train, TextSplit) else "images in class folders"
+            what = f"labels in {LABEL_FILE}" if isinstance(self.train, LabelledSplit) else what
             raise DataError(
                 "FV1404",
                 f"{self.folder}: {what} that the run does not know: {', '.join(unknown)};"
@@ -213,7 +221,7 @@ class DeviceData:
         self.check_fits(batch)
         if batch.labels is None:
             return self
-        train, test = (part.fit_labels(batch.labels) for part in (self.train, self.test))
+        train, test = (part.fit_labels(batch) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def forget(self) -> None:
@@ -270,21 +278,24 @@ def _choose_labelled(
     usable: list[int] = []
     unusable: list[tuple[Path, str]] = []
     for place, row in enumerate(table.rows):
-        names = _list_names(row.label) if table.task == "multi_label" else table.classes
+        names = table.classes if table.task == "regression" else _list_names(row.label)
         is_new = classes is not None and any(name not in classes for name in names)
-        if reason := checked[row.path].problem or (NEW_CLASS if is_new else None):
+        problem = checked[row.path].problem
+        if isinstance(row.label, Path) and (unread := checked[row.label].problem):
+            problem = f"its mask {row.label.name}: {unread}"
+        if reason := problem or (NEW_CLASS if is_new else None):
             unusable.append((row.path, reason))
         else:
             usable.append(place)
     return usable, unusable
 
 
-def _list_names(label: tuple[str, ...] | float) -> tuple[str, ...]:
+def _list_names(label: tuple[str, ...] | float | Path) -> tuple[str, ...]:
     return label if isinstance(label, tuple) else ()
 
 
-def _make_numbers(labels: Sequence[tuple[str, ...] | float]) -> Array:
-    return np.array(labels, np.float32).reshape(-1, 1)
+def _make_numbers(labels: Sequence[Any]) -> Array:
+    return np.array(labels, np.float64).reshape(-1, 1)  # float32 only once they are scaled to the run's range
 
 
 def _divide(

@@ -11,7 +11,7 @@ from typing import IO, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fedvit.errors import DataError
@@ -38,6 +38,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", 
 
 # pillow supports more formats, some of which start other programs (EPS: ghostscript); as pillow ignores a file's
 # suffix, this list restricts it
+_MASK_MODES = ("1", "L", "P")
 _FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "TIFF", "PPM")
 
 
@@ -85,6 +86,39 @@ def read_image(path: Path, size: int, file: BinaryIO | None = None, *, decoded_b
     if square.size != (size, size):
         square = square.resize((size, size), Image.Resampling.BILINEAR)
     return np.array(square, dtype=np.uint8)
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """Return width and height of an image file as it is shown upright. Raises DataError that names `path`."""
+    try:
+        with Image.open(path, formats=_FORMATS) as image:
+            width, height = image.size
+            lies = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+    except Exception as error:
+        raise DataError("FV1403", f"cannot read image {path}: {_reason(error)}") from error
+    return (height, width) if lies else (width, height)
+
+
+def read_mask(path: Path, size: int, patch_size: int, classes: int) -> Indices:
+    """Return the class of each patch of a mask, (patches,) by rows: the one that most of its pixels have.
+
+    The mask is resized to `size` without new values. Pixels with values from `classes` on have no class, a patch of
+    such pixels is -1. Raises DataError, naming the file, for one that is no picture of one value a pixel.
+    """
+    try:
+        with Image.open(path, formats=_FORMATS) as image:
+            if image.mode not in _MASK_MODES:
+                raise DataError("FV1403", f"mode {image.mode}; a mask has one value a pixel, mode L or P")
+            if problem := _draft(image, 1, DECODED_BYTES):
+                raise DataError("FV1403", problem)
+            values = np.asarray(image.resize((size, size), Image.Resampling.NEAREST))
+    except Exception as error:
+        raise DataError("FV1403", f"cannot read mask {path}: {_reason(error)}") from error
+    grid = size // patch_size
+    whole = values[: grid * patch_size, : grid * patch_size].astype(np.int64)
+    patches = whole.reshape(grid, patch_size, grid, patch_size).transpose(0, 2, 1, 3).reshape(grid * grid, -1)
+    counts = np.stack([(patches == label).sum(axis=1) for label in range(classes)], axis=1)
+    return np.where(counts.any(axis=1), counts.argmax(axis=1), -1)
 
 
 def read_thumbnail(path: Path, width: int, height: int, *, decoded_bytes: int = DECODED_BYTES) -> Pixels:

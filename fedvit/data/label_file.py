@@ -1,8 +1,8 @@
 """A device's own images with labels of other tasks than one class each: `labels.csv` beside the images.
 
 The first line names the columns: `path`, relative to the file, and either `labels`, the classes of an image with ";"
-between them (empty: none), or a column of any other name, with a number. With a column `split`, images marked "test"
-test. This module uses numpy only, as it runs on devices.
+between them (empty: none), or `mask`, an image whose pixels are places in `classes.txt`, or a column of any other name,
+with a number. With a column `split`, images marked "test" test. This module uses numpy only, as it runs on devices.
 """
 
 import csv
@@ -10,22 +10,26 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from fedvit.data.images import Floats
 from fedvit.data.layout import TEST, TRAIN
 from fedvit.errors import DataError
-from fedvit.label_forms import OtherTask
+from fedvit.label_forms import LARGEST_NUMBER, OtherTask
 
 LABEL_FILE = "labels.csv"
 """The file that makes a folder one of these."""
+CLASS_FILE = "classes.txt"
+"""Names of the classes of masks, one in a line: the first is that of pixels with value 0."""
 SETS = "labels"
+MASKS = "mask"
 SEPARATOR = ";"
 MOST_FILE_BYTES = 64 << 20
 MOST_ROWS = 1_000_000
 MOST_CLASSES = 1000
+MOST_MASKED_CLASSES = 255
 _KNOWN = ("path", "split")
 
 
@@ -33,8 +37,13 @@ class LabelledPath(NamedTuple):
     """One line of a label file."""
 
     path: Path
-    label: tuple[str, ...] | float
+    label: tuple[str, ...] | float | Path  # of a segmentation its mask
     part: Literal["train", "test"] | None  # None: the file has no column `split`
+
+    @property
+    def files(self) -> set[Path]:
+        """The image, and its mask if it has one."""
+        return {self.path, self.label} if isinstance(self.label, Path) else {self.path}
 
 
 class LabelFile(NamedTuple):
@@ -57,24 +66,28 @@ def read_label_file(folder: Path) -> LabelFile:
     columns = [name for name in names if name not in _KNOWN]
     if "path" not in names or len(columns) != 1:
         raise DataError(
-            "FV2491", f"{file}: its columns are {', '.join(names)[:200]}; expected path, and labels or one of numbers"
+            "FV2491",
+            f"{file}: its columns are {', '.join(names)[:200]}; expected path, and labels, mask or one of numbers",
         )
     [column] = columns
-    rows, seen = [], set[str]()
+    rows, seen = [], set[Path]()
     for line, cells in lines:
         where, row = f"{file}, line {line}", dict(zip(names, cells, strict=False))
         path = row.get("path", "")
-        parts = Path(path).parts
-        if not path or "\0" in path or Path(path).is_absolute() or ".." in parts or path in seen:
+        place = Path(path)
+        if not is_inside(path) or place in seen:
             raise DataError("FV2491", f"{where}: path {path[:200]!r} is empty, named twice, or outside of the folder")
-        seen.add(path)
+        seen.add(place)
         part: Literal["train", "test"] | None = None
         if "split" in names:
             part = TEST if row.get("split") == TEST else TRAIN  # type: ignore[assignment]
-        rows.append(LabelledPath(folder / path, _read_label(row.get(column, ""), column, where), part))
+        label = _read_label(row.get(column, ""), column, where)
+        rows.append(LabelledPath(folder / path, folder / label if isinstance(label, Path) else label, part))
     if not rows:
         raise DataError("FV2491", f"{file}: it lists no image")
     rows.sort()
+    if column == MASKS:
+        return LabelFile("segmentation", read_class_names(folder / CLASS_FILE), tuple(rows))
     if column != SETS:
         return LabelFile("regression", (column,), tuple(rows))
     classes = tuple(sorted({name for row in rows if isinstance(row.label, tuple) for name in row.label}))
@@ -83,12 +96,34 @@ def read_label_file(folder: Path) -> LabelFile:
     return LabelFile("multi_label", classes, tuple(rows))
 
 
-def make_sets(labels: Sequence[tuple[str, ...] | float], classes: Sequence[str]) -> Floats:
+def read_class_names(file: Path) -> tuple[str, ...]:
+    """Read the names of the classes of masks. Raises DataError for a file that cannot be used."""
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            names = tuple(line.strip() for line in opened.read(MOST_MASKED_CLASSES * 300).splitlines())
+    except OSError as error:
+        raise DataError("FV1702", f"cannot read {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError("FV2491", f"{file}: no readable text: {error}") from error
+    if odd := [name for name in names if not name or not name.isprintable() or len(name) > 255]:
+        raise DataError("FV2491", f"{file}: class {odd[0][:200]!r} is empty, not printable or too long")
+    if not 1 < len(set(names)) == len(names) <= MOST_MASKED_CLASSES:
+        raise DataError("FV2491", f"{file}: {len(names)} classes; expected 2 to {MOST_MASKED_CLASSES} different ones")
+    return names
+
+
+def is_inside(path: str) -> bool:
+    """Return whether a path names something below the folder that it is relative to."""
+    place = Path(path)
+    return bool(place.parts) and "\0" not in path and not place.is_absolute() and ".." not in place.parts
+
+
+def make_sets(labels: Sequence[Any], classes: Sequence[str]) -> Floats:
     """Return labels as a model of a multi-label task learns them, (n, classes): 1 for each class of an image."""
     place = {name: index for index, name in enumerate(classes)}
     made = np.zeros((len(labels), len(classes)), np.float32)
     for row, label in enumerate(labels):
-        made[row, [place[name] for name in label]] = 1.0  # type: ignore[union-attr]
+        made[row, [place[name] for name in label]] = 1.0
     return made
 
 
@@ -100,7 +135,11 @@ def write_label_file(folder: Path, column: str, rows: Iterable[tuple[str, str, s
         writer.writerows(rows)
 
 
-def _read_label(cell: str, column: str, where: str) -> tuple[str, ...] | float:
+def _read_label(cell: str, column: str, where: str) -> tuple[str, ...] | float | Path:
+    if column == MASKS:
+        if not is_inside(cell):
+            raise DataError("FV2491", f"{where}: mask {cell[:200]!r} is empty, or outside of the folder")
+        return Path(cell)
     if column == SETS:
         names = tuple(sorted({name.strip() for name in cell.split(SEPARATOR)} - {""}))
         if odd := [name for name in names if not name.isprintable() or len(name) > 255]:
@@ -112,8 +151,10 @@ def _read_label(cell: str, column: str, where: str) -> tuple[str, ...] | float:
         number = float(cell)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise DataError("FV2491", f"{where}: {column} is {cell[:200]!r}, expected a number")
+    if not abs(number) <= LARGEST_NUMBER:
+        raise DataError(
+            "FV2491", f"{where}: {column} is {cell[:200]!r}, expected a number of at most {LARGEST_NUMBER:g}"
+        )
     return number
 
 

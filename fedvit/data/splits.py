@@ -2,18 +2,18 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from fedvit.answers import scale_labels
-from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, read_image
+from fedvit.data.images import DECODED_BYTES, Flags, Indices, Pixels, read_image, read_mask
 from fedvit.data.label_file import LABEL_FILE
 from fedvit.data.text import SETTINGS
 from fedvit.errors import DataError
-from fedvit.label_forms import LabelForm, OtherTask
+from fedvit.label_forms import OtherTask
 from fedvit.program import Batch
 from fedvit.resources import IMAGE_CACHE_BYTES
 
@@ -140,7 +140,7 @@ class Split:
             return f"the run's task is {batch.labels.task}, which needs a file {LABEL_FILE}"
         return "the run trains on text, this folder holds images" if batch.text else None
 
-    def fit_labels(self, form: LabelForm | None) -> Self:
+    def fit_labels(self, batch: Batch) -> Self:
         """With the labels that a model of the run's task learns."""
         return self
 
@@ -171,12 +171,15 @@ class TextSplit(Split):
 
 @dataclass(frozen=True, eq=False)
 class LabelledSplit(Split):
-    """Images with labels of another task, (n, classes) float32: 1 for each class of an image, or its number."""
+    """Images with labels of another task, (n, classes): 1 for each class of an image, or its number.
+
+    Numbers are float64 until `fit_labels` has scaled them.
+    """
 
     task: OtherTask
 
     def relabel(self, table: Indices, classes: int) -> Self:
-        updated = np.zeros((len(self.labels), classes), np.float32)
+        updated = np.zeros((len(self.labels), classes), self.labels.dtype)
         held = np.flatnonzero(table >= 0)
         updated[:, table[held]] = self.labels[:, held]
         return replace(self, labels=updated)
@@ -188,11 +191,56 @@ class LabelledSplit(Split):
 
     def unfit(self, batch: Batch) -> str | None:
         if batch.labels is None or batch.labels.task != self.task:
-            wanted = batch.labels.task if batch.labels else "one class for each image"
-            return f"the run's task is {wanted}, {LABEL_FILE} has labels for {self.task}"
+            return f"the run's task is {batch.task}, {LABEL_FILE} has labels for {self.task}"
         return None
 
-    def fit_labels(self, form: LabelForm | None) -> Self:
-        if form is None or form.task != "regression":
+    def fit_labels(self, batch: Batch) -> Self:
+        if batch.labels is None or batch.labels.task != "regression":
             return self
-        return replace(self, labels=scale_labels(form, self.labels))
+        return replace(self, labels=scale_labels(batch.labels, self.labels))
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedSplit(Split):
+    """Images with a class for each patch, (n, patches) int64 from `fit_labels` on, -1: none. Before, no label is known.
+
+    `known` are the classes of the patches by (image size, patch size), as places among the folder's classes.
+    """
+
+    masks: tuple[Path, ...]
+    folder_classes: int
+    places: Indices  # of a run's class for each of the folder's; -1: the run does not have it
+    known: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, files: Files, masks: Sequence[Path], classes: int) -> Self:
+        return cls(np.zeros((len(masks), 0), np.int64), files, tuple(masks), classes, np.arange(classes))
+
+    def relabel(self, table: Indices, classes: int) -> Self:
+        places = np.where(self.places >= 0, table[self.places], -1)
+        return replace(self, places=places)
+
+    def count_classes(self, classes: int) -> Indices:
+        return np.bincount(self.labels[self.labels >= 0], minlength=classes)
+
+    def unfit(self, batch: Batch) -> str | None:
+        if batch.labels is None or not batch.labels.labels_patches:
+            return f"the run's task is {batch.task}, {LABEL_FILE} has masks for segmentation"
+        return None
+
+    def fit_labels(self, batch: Batch) -> Self:
+        sides = (batch.image_size, batch.patch_size)
+        if sides not in self.known:
+            self.known.clear()
+            rows = [self._read_mask(row, batch) for row in range(len(self.masks))]
+            self.known[sides] = np.array(rows, np.int16).reshape(len(rows), batch.patches)
+        found = self.known[sides]
+        return replace(self, labels=np.where(found >= 0, self.places[found], -1))
+
+    def _read_mask(self, row: int, batch: Batch) -> Indices:
+        """Return the classes of the patches of an image; all -1, and the image fails, if its mask cannot be read."""
+        try:
+            return read_mask(self.masks[row], batch.image_size, batch.patch_size, self.folder_classes)
+        except DataError as error:
+            self.files.failed[self.paths[row]] = str(error)
+            return np.full(batch.patches, -1, np.int64)

@@ -238,6 +238,8 @@ class Method(Hyperparameters, ABC):
     """True if a step is one gradient and one update: a batch can then be processed in parts."""
     is_probe: ClassVar[bool] = False
     """True if it reads a frozen backbone by `embed`, `run_to_class` and `features` alone: a simulation keeps these."""
+    why_no_patches: ClassVar[str | None] = None
+    """Reason why patches of an image cannot have classes of their own; None if they can."""
 
     def needs(self) -> frozenset[ModelPart]:
         """The parts of a model without which the method would be another one; not every model has them."""
@@ -404,6 +406,15 @@ def list_untrained(method: Method, vit: PatchViT) -> list[str]:
     return method.names_in(vit, *(group for group in still if group not in tuned))
 
 
+def _find_reason_against_patches(method: Method, vit: PatchViT) -> str | None:
+    """Return the reason why a method, with these options, cannot train classes of patches; None if it can."""
+    if "patches" not in vit.has:
+        return f"model {vit.name!r} is {vit.kind}, whose head reads no patches"
+    if method.mask:
+        return f"mask = {method.mask:g} leaves patches out, each of which has a label"
+    return method.why_no_patches
+
+
 def check_fits(method: Method, vit: PatchViT) -> None:
     """Raises ConfigError for a model that lacks what the method needs, has too few blocks for an option, or reads
     text where the method cannot."""
@@ -415,6 +426,8 @@ def check_fits(method: Method, vit: PatchViT) -> None:
             f"{name} with these options trains on images, and model {vit.name!r} reads text; "
             "text can be trained with fedavg, fedper, fedtp, local and other methods that leave the model as it is",
         )
+    if vit.labels_patches and (why := _find_reason_against_patches(method, vit)):
+        raise ConfigError("FV2490", f"{name} cannot train task segmentation: {why}; choose another method or option")
     if vit.label_form and (why := method.why_one_class):
         raise ConfigError(
             "FV2490",

@@ -10,10 +10,11 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.known_values import SPARED_BLOCKS
-from fedvit.methods.base import GroupRule, ServerRule, StepInputs, cross_entropy, run_model
+from fedvit.methods.base import GroupRule, ServerRule, StepInputs, run_model
 from fedvit.methods.caff import MeanOfTrained
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.fed_lora import FedLora
+from fedvit.methods.losses import sample_losses
 from fedvit.methods.parts import HEAD
 from fedvit.models.vit import PatchViT, take_rows
 from fedvit.program import Draw, Role, Train
@@ -104,7 +105,7 @@ class FedRA(FedLora):
             return vit.classify(vit.run_to_class(vit.embed(*inputs.images), 0, count))
 
         logits = run_model(vit, {**tensors, **place_blocks(vit, tensors, blocks)}, body)
-        return Objective(inputs.mean(cross_entropy(logits, inputs.labels)), {})
+        return Objective(inputs.mean(sample_losses(vit, logits, inputs.labels)), {})
 
     def server_rule(self, vit: PatchViT) -> ServerRule:
         return MeanOfTrained()

@@ -13,7 +13,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Per sample: (B, C) logits and (B,) labels -> (B,). Of several positions, (B, T, C) and (B, T), their mean."""
     if labels.ndim != logits.ndim - 1:
         raise TypeError(f"labels of shape {tuple(labels.shape)} are not one class for each of {tuple(logits.shape)}")
-    # a one-hot product instead of nll_loss: its backward needs no scatter
+    # a one-hot product instead of nll_loss: its backward needs no scatter, and a label of -1 adds no loss
     chosen = (labels.unsqueeze(-1) == torch.arange(logits.shape[-1], device=labels.device)).to(logits.dtype)
     losses = -(torch.log_softmax(logits, dim=-1) * chosen).sum(dim=-1)
     return losses if losses.ndim == 1 else losses.mean(dim=1)
@@ -35,6 +35,7 @@ def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
 LOSSES: dict[OtherTask, Callable[[Tensor, Tensor], Tensor]] = {
     "multi_label": binary_cross_entropy,
     "regression": squared_error,
+    "segmentation": cross_entropy,
 }
 
 

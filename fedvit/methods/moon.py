@@ -34,6 +34,7 @@ class Moon(FedAvg):
     """
 
     source: ClassVar[str] = "Li et al., CVPR 2021, arXiv:2103.16257"
+    why_no_patches = "it compares one feature of each image"
 
     mu: Annotated[float, Meta(ge=0)] = 1.0  # strength of the contrast; 0 is FedAvg
     tau: Annotated[float, Meta(gt=0)] = 0.5  # temperature of the cosines

@@ -236,13 +236,16 @@ def example_inputs(method: Method, vit: PatchViT, batch: Batch, of: Serves, *, s
         inputs["batch/kept"] = torch.stack(rows)
     if batch.sample_seeds:
         inputs["batch/seeds"] = torch.randint(0, SEEDS, (size,), generator=draw)
-    inputs["batch/labels"] = torch.randint(0, classes, shape, generator=draw)
-    if batch.labels:
+    form = batch.labels
+    if form is None or form.labels_patches:
+        shape = (size, batch.patches) if form else shape
+        inputs["batch/labels"] = torch.randint(0, classes, shape, generator=draw)
+    else:
         inputs["batch/labels"] = normal(size, classes)
-        if batch.labels.task == "multi_label":
+        if form.task == "multi_label":
             inputs["batch/labels"] = (inputs["batch/labels"] > 0).float()
     inputs["batch/weight"] = (torch.arange(size) < max(1, size - size // 4)).float()
-    if batch.labels:
+    if form and not form.labels_patches:
         inputs["fact/class_counts"] = (inputs["batch/labels"] > 0).float().sum(dim=0)
     else:
         inputs["fact/class_counts"] = torch.bincount(inputs["batch/labels"].flatten(), minlength=classes).float()

@@ -45,6 +45,7 @@ class Dimensions:
     """The dimensions of a timm model, and the costs that follow from them."""
 
     vit: VisionTransformer
+    label_form: LabelForm | None = None  # of the run's task; None: one class for each sample, or position
 
     @property
     def image_size(self) -> int:
@@ -57,6 +58,11 @@ class Dimensions:
     @property
     def patches(self) -> int:
         return int(self.vit.patch_embed.num_patches)
+
+    @property
+    def labels_patches(self) -> bool:
+        """Return whether the head reads the token of each patch, and answers with a class for each."""
+        return self.label_form is not None and self.label_form.labels_patches
 
     @property
     def width(self) -> int:
@@ -77,8 +83,8 @@ class Dimensions:
 
     @property
     def pools_class_token(self) -> bool:
-        """True if the head reads the class token; else it reads the pooled other tokens."""
-        return self.vit.global_pool == "token"
+        """True if the head reads the class token; else it reads other tokens, pooled or each by itself."""
+        return self.vit.global_pool == "token" and not self.labels_patches
 
     @property
     def prefix_tokens(self) -> int:
@@ -111,7 +117,6 @@ class PatchViT(Dimensions, nn.Module):
     has: ClassVar[frozenset[ModelPart]] = frozenset(typing.get_args(ModelPart))
 
     seed: int = 0  # of the run: first random values of a method's own tensors follow from it
-    label_form: LabelForm | None = None  # of the run's task; None: one class for each sample, or position
 
     def __init__(self, name: str, vit: VisionTransformer) -> None:
         super().__init__()
@@ -244,9 +249,13 @@ class PatchViT(Dimensions, nn.Module):
     def features(self, x_BND: Tensor, normed: bool = True) -> Tensor:
         """(B, D) what a block's output is pooled to, behind the final norms as a head reads it, or before them.
 
-        An attention that pools reads normed tokens in both cases.
+        An attention that pools reads normed tokens in both cases. Where patches have labels, (B, N, D): nothing is
+        pooled.
         """
         vit = self.vit
+        if self.labels_patches:
+            _, tokens_BND = x_BND.split([x_BND.shape[1] - self.patches, self.patches], dim=1)  # prompts are before them
+            return cast(Tensor, vit.fc_norm(vit.norm(tokens_BND))) if normed else tokens_BND
         if self.pools_class_token:
             cls_BD = (x_BND if x_BND.shape[1] == 1 else self._class_token(x_BND)).squeeze(1)
             return cast(Tensor, vit.fc_norm(vit.norm(cls_BD))) if normed else cls_BD
@@ -266,7 +275,7 @@ class PatchViT(Dimensions, nn.Module):
         return cast(Tensor, tokens_BND)
 
     def head(self, features_BD: Tensor, name: str = "head") -> Tensor:
-        """(B, classes) logits; `name` is timm's own head or one that a model patch added."""
+        """(B, classes) logits, (B, N, classes) of patches; `name` is timm's own head or one that a patch added."""
         return cast(Tensor, self.vit.get_submodule(name)(features_BD))
 
     def classify(self, x_BND: Tensor) -> Tensor:

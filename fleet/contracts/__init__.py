@@ -59,7 +59,7 @@ def find_break(law: Law, name: str) -> str | None:
         law(name)
     except BrokenLaw as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - whatever the code of a package raises breaks the law
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the code of a package raises breaks the law
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -15,6 +15,7 @@ from fleet.datasets.cifar import is_cifar, read_cifar
 from fleet.datasets.columns import Columns
 from fleet.datasets.digits import (
     read_digit_domains,
+    read_digit_masks,
     read_digit_pairs,
     read_digits,
     read_dimmed_digits,
@@ -44,6 +45,7 @@ SOURCES: dict[str, Callable[[int], Samples]] = {
     "digits-turned": read_turned_digits,
     "digits-pairs": read_digit_pairs,
     "digits-dimmed": read_dimmed_digits,
+    "digits-masks": read_digit_masks,
 }
 """Data sets by name: image side -> samples. Every other data set is a path."""
 

@@ -17,6 +17,7 @@ class Columns(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     domain: str | None = None
     labels: str | None = None  # of a CSV file: several classes of an image, with ";" between them
     number: str | None = None  # of a CSV file: a number that models learn
+    mask: str | None = None  # of a CSV file: the path of an image with a class for each pixel
 
 
 def make_columns(named: Mapping[str, str]) -> Columns:

@@ -83,6 +83,24 @@ def read_dimmed_digits(size: int = 32) -> Samples:
     )
 
 
+def read_digit_masks(size: int = 32) -> Samples:
+    """Digits with a class for each pixel: the digit where there is ink, else the background."""
+    digits = read_digits(size)
+    images = _load_all(digits)
+    classes = (*digits.classes, "background")
+    masks = np.where(images[..., 0] > 96, digits.labels[:, None, None], len(digits.classes)).astype(np.uint8)
+    shares = np.stack([(masks == place).mean(axis=(1, 2)) for place in range(len(classes))], axis=1)
+    labels = OtherLabels(task="segmentation", values=shares.astype(np.float32), masks=[*masks])
+    return replace(
+        digits,
+        dataset="digits-masks",
+        images=images,
+        labels=labels.choose_strata(),
+        classes=classes,
+        other=labels,
+    )
+
+
 def _squeeze(images: Pixels, width: int) -> Pixels:
     size = (width, images.shape[1])
     return np.stack([np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)) for image in images])

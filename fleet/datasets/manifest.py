@@ -2,7 +2,8 @@
 
 Columns: `path` (or `file`, `file_name`, `filename`, `image`), relative to the CSV file; `label` (or `class`); and, if
 there are such, `coarse_label`, `domain`, and `split`, in which "test" marks the official test images. In place of
-`label`, `labels` holds several classes with ";" between them, and `number` a number: labels of other tasks.
+`label`, `labels` holds several classes with ";" between them, `number` a number, and `mask` an image whose pixels are
+places among the names in `classes.txt` beside the file: labels of other tasks.
 """
 
 import csv
@@ -12,7 +13,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fedvit.data.label_file import SEPARATOR, make_sets
+from fedvit.data.images import read_mask
+from fedvit.data.label_file import CLASS_FILE, SEPARATOR, make_sets, read_class_names
 from fedvit.errors import DataError
 from fleet.datasets.cifar100 import coarse_labels
 from fleet.datasets.columns import Columns
@@ -21,15 +23,17 @@ from fleet.datasets.samples import OtherLabels, Samples, folder_names, mark_test
 from fleet.datasets.tables import number_labels
 
 MOST_ROWS = 20_000_000
+_SHARE_SIDE = 64
+"""Side to which masks are resized, to see how much of an image each class has."""
 
 _USUAL = {
     "image": ("path", "file", "file_name", "filename", "image"), "label": ("label", "class"),
     "coarse_label": ("coarse_label",), "domain": ("domain",), "split": ("split",), "labels": ("labels",),
-    "number": ("number",),
+    "number": ("number",), "mask": ("mask",),
 }  # fmt: skip
 
 
-_LABELS = ("label", "labels", "number")
+_LABELS = ("label", "labels", "number", "mask")
 """Columns of which one is the label, the first that there is unless one is named."""
 
 
@@ -98,16 +102,32 @@ def _read_other(
         sets = [tuple(sorted({name.strip() for name in row[column].split(SEPARATOR)} - {""})) for _, row in rows]
         classes = tuple(sorted({name for names in sets for name in names}))
         return classes, OtherLabels(task="multi_label", values=make_sets(sets, classes))
+    if purpose == "mask":
+        return _read_masks(path, [(line, row[column]) for line, row in rows])
     numbers = []
     for line, row in rows:
         try:
             numbers.append(float(row[column]))
         except ValueError:
             raise DataError("FV2008", f"{path}, line {line}: {column} is {row[column]!r}, expected a number") from None
-    values = np.array(numbers, np.float32).reshape(-1, 1)
+    values = np.array(numbers, np.float64).reshape(-1, 1)
     if not np.isfinite(values).all():
         raise DataError("FV2008", f"{path}: {column} has numbers that are not finite")
     return folder_names([column]), OtherLabels(task="regression", values=values)
+
+
+def _read_masks(path: Path, cells: list[tuple[int, str]]) -> tuple[tuple[str, ...], OtherLabels]:
+    """Read which classes the masks have. Raises DataError, naming the line, for one that cannot be read."""
+    classes = read_class_names(path.parent / CLASS_FILE)
+    masks, shares = [], np.zeros((len(cells), len(classes)), np.float32)
+    for place, (line, cell) in enumerate(cells):
+        masks.append(_find_file(path, path.parent.resolve(), line, cell))
+        try:
+            labels = read_mask(masks[-1], _SHARE_SIDE, 1, len(classes))
+        except DataError as error:
+            raise DataError("FV2008", f"{path}, line {line}: {error}") from error
+        shares[place] = np.bincount(labels[labels >= 0], minlength=len(classes)) / labels.size
+    return classes, OtherLabels(task="segmentation", values=shares, masks=masks)
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -142,11 +162,16 @@ def _choose_columns(path: Path, names: list[str], columns: Columns) -> dict[str,
     return {purpose: name for purpose, name in chosen.items() if named in (None, purpose) or purpose not in _LABELS}
 
 
-def _open_image(path: Path, folder: Path, line: int, name: str) -> ImageFile:
+def _find_file(path: Path, folder: Path, line: int, name: str) -> Path:
     """Raises DataError for a path that leads out of the folder, also through a link."""
     file = folder / name
     if "\0" in name or not file.resolve().is_relative_to(folder):
         raise DataError("FV2009", f"{path}, line {line}: refused, {name!r} is outside of the folder")
+    return file
+
+
+def _open_image(path: Path, folder: Path, line: int, name: str) -> ImageFile:
+    file = _find_file(path, folder, line, name)
 
     def open_file() -> BinaryIO:
         return file.open("rb")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from fedvit.data.layout import is_hidden
 from fedvit.errors import ConfigError, DataError
 from fedvit.label_forms import OtherTask
 
+MASK_FOLDER = "masks"
 STRATA = 10
 """Groups of the numbers of a regression, by which partitions deal images out."""
 
@@ -58,21 +59,34 @@ class ArrayImages:
 class OtherLabels:
     """Labels of another task than one class for each image.
 
-    `values` is (n, classes): 1 for each class of an image, else 0; of a regression (n, 1), its number.
+    `values` is (n, classes): 1 for each class of an image, else 0; of a segmentation the shares of its pixels; of a
+    regression (n, 1), its number.
     """
 
     task: OtherTask
-    values: npt.NDArray[np.float32]
+    values: npt.NDArray[np.floating[Any]]
+    masks: Sequence[Pixels | Path] = ()  # of a segmentation: the place of each pixel's class, or a file with it
 
     def choose_strata(self) -> Indices:
-        """Return the group of each image, (n,), by which partitions deal: its first class, or tenth of the numbers."""
+        """Return the group of each image, (n,), by which partitions deal: its first class, or tenth of the numbers.
+
+        Of a segmentation it is the class whose share is largest, compared with its share of all images.
+        """
+        if self.task == "segmentation":
+            return np.asarray((self.values / np.maximum(self.values.mean(axis=0), 1e-9)).argmax(axis=1), np.int64)
         if self.task == "multi_label":
             return np.asarray(self.values.argmax(axis=1), np.int64)
         order = np.argsort(np.argsort(self.values[:, 0], kind="stable"), kind="stable")
         return np.asarray(order * STRATA // max(1, len(order)), np.int64)
 
-    def write(self, row: int, classes: Sequence[str]) -> str:
-        """Write a label as a cell of a device's label file."""
+    def write(self, row: int, classes: Sequence[str], image: Path) -> str:
+        """Write a label as a cell of a device's label file; a mask goes into a folder beside the image."""
+        if self.task == "segmentation":
+            image.parent.joinpath(MASK_FOLDER).mkdir(exist_ok=True)
+            mask = self.masks[row]
+            with Image.open(mask) if isinstance(mask, Path) else Image.fromarray(mask) as opened:
+                opened.save(image.parent / MASK_FOLDER / image.name)
+            return f"{image.parent.name}/{MASK_FOLDER}/{image.name}"
         if self.task == "regression":
             return repr(float(self.values[row, 0]))
         return SEPARATOR.join(classes[place] for place in np.flatnonzero(self.values[row]).tolist())

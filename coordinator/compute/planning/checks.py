@@ -12,10 +12,12 @@ from fedvit.errors import ConfigError
 from fedvit.known_names import find_packaged_model
 from fedvit.methods import build_model, make_method, set_task
 from fedvit.methods.aggregators import make_aggregator
-from fedvit.methods.base import ServerRule, check_fits, list_patches
+from fedvit.methods.base import Method, ServerRule, check_fits, list_patches
 from fedvit.methods.novel import phases_of, server_rule_of
 from fedvit.model_options import OWN_MODELS
+from fedvit.models.vit import PatchViT
 from fedvit.program import Role
+from fedvit.wire.messages import MAX_SCORED_CLASSES
 
 
 def checked_config(values: dict[str, Any], where: str) -> StartConfig:
@@ -101,8 +103,23 @@ def _check(config: RunConfig) -> None:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
         check_server_data(config, rule)
-        if config.auc and (not method.evaluate(vit).counts_classes or vit.reads_text):
-            raise ConfigError("FV2490", f"auc = true needs answers by class, which {config.method} keeps on devices")
+        if config.auc and (why := _find_why_no_auc(config, method, vit)):
+            raise ConfigError("FV2490", f"auc = true needs scores of answers by class: {why}")
+
+
+def _find_why_no_auc(config: RunConfig, method: Method, vit: PatchViT) -> str | None:
+    """Return the reason why devices do not count scores by class; None if they do."""
+    if not method.evaluate(vit).counts_classes:
+        return f"{config.method} keeps on devices what they answered for each class"
+    if vit.reads_text or config.task == "regression":
+        return f"{'a text' if vit.reads_text else 'a regression'} has no classes of images"
+    if config.secure:
+        return "secure = true adds up right answers alone"
+    if len(config.classes) > MAX_SCORED_CLASSES:
+        return (
+            f"{len(config.classes)} classes are more than the {MAX_SCORED_CLASSES} of which scores fit into a message"
+        )
+    return None
 
 
 def _check_late_results(config: RunConfig, rule: ServerRule) -> None:

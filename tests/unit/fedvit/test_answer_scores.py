@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from sklearn.metrics import average_precision_score, f1_score, r2_score, roc_auc_score
+from sklearn.metrics import average_precision_score, f1_score, jaccard_score, r2_score, roc_auc_score
 
-from edge_client.work.answer_tally import NumberTally, ScoreTally, SetTally
+from edge_client.work.answer_tally import NumberTally, PatchTally, ScoreTally, SetTally
 from fedvit.answer_scores import EvaluationCounts, score_answers
 from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
+from fedvit.wire.messages import ClassCount
 
 IMAGES, CLASSES = 600, 4
-SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=-5.0, high=5.0)
+SETS = LabelForm(task="multi_label")
 
 
 def draw_logits(is_class: np.ndarray) -> np.ndarray:
@@ -44,14 +45,15 @@ def test_classes_are_scored_one_against_the_rest() -> None:
     assert scores["auc"] == pytest.approx(want, abs=0.01)
 
 
-def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
-    draw = np.random.default_rng(2)
-    numbers = draw.uniform(-5, 5, (IMAGES, 1)).astype(np.float32)
-    answers = numbers + draw.standard_normal((IMAGES, 1)).astype(np.float32)
+@pytest.mark.parametrize("low", [-5.0, 999_999_990.0])
+def test_numbers_have_an_error_and_a_share_of_their_variance(low: float) -> None:
+    form, draw = LabelForm(task="regression", low=low, high=low + 10.0), np.random.default_rng(2)
+    numbers = draw.uniform(low, low + 10.0, (IMAGES, 1))
+    answers = numbers + draw.standard_normal((IMAGES, 1))
     parts = []
     for some in (slice(0, 100), slice(100, IMAGES)):
-        tally = NumberTally(NUMBERS)
-        tally.add(scale_labels(NUMBERS, numbers[some]), scale_labels(NUMBERS, answers[some]))
+        tally = NumberTally(form)
+        tally.add(scale_labels(form, numbers[some]), scale_labels(form, answers[some]))
         sums = {"correct": tally.correct, **tally.errors, **tally.labels}
         parts.append(EvaluationCounts(len(numbers[some]), sums, ()))
     scores = score_answers(parts)
@@ -63,3 +65,27 @@ def test_numbers_have_an_error_and_a_share_of_their_variance() -> None:
 
 def test_no_images_have_no_scores() -> None:
     assert score_answers([]) == {}
+
+
+def test_a_device_that_keeps_its_counts_changes_no_scores_of_others() -> None:
+    counts = (ClassCount(0, 2, 2, (), ((3, 0, 1), (20, 2, 1))), ClassCount(1, 1, 2, ((0, 1),), ((3, 1, 2), (20, 1, 0))))
+    counted, kept = EvaluationCounts(4, {"correct": 3.0}, counts), EvaluationCounts(4, {"correct": 3.0}, ())
+    assert score_answers([counted, kept]) == score_answers([counted]) == {"auc": 0.75}
+
+
+def test_patches_of_two_devices_have_the_iou_of_all_patches() -> None:
+    """A class that is answered and never true has an IoU of 0."""
+    draw, parts = np.random.default_rng(4), []
+    labels = draw.integers(-1, CLASSES - 1, (IMAGES, 9))
+    answers = np.where(draw.random(labels.shape) < 0.7, labels, draw.integers(0, CLASSES, labels.shape))
+    answers = np.maximum(answers, 0)
+    for some in (slice(0, 250), slice(250, IMAGES)):
+        tally = PatchTally(CLASSES)
+        tally.add_answers(labels[some], answers[some])
+        metrics = {"correct": tally.correct, **tally.labels}
+        parts.append(EvaluationCounts(len(labels[some]), metrics, tally.by_class()))
+    has_class = labels >= 0
+    want = jaccard_score(labels[has_class], answers[has_class], average="macro")
+    assert score_answers(parts) == {"miou": pytest.approx(want)}
+    silent = [part._replace(by_class=()) for part in parts]
+    assert score_answers(silent) == {}

@@ -6,6 +6,7 @@ from fedvit.answers import count_right, find_equal, find_probabilities, scale_la
 from fedvit.label_forms import LARGEST_OUTPUT, LabelForm
 
 SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=10.0, high=30.0)
+PATCHES = LabelForm(task="segmentation")
 
 
 def array(*rows: list[float]) -> np.ndarray:
@@ -31,3 +32,10 @@ def test_equal_answers_and_probabilities() -> None:
     assert find_equal(SETS, array([1, -1], [1, 1]), array([9, -9], [1, -1])).tolist() == [True, False]
     assert find_equal(NUMBERS, array([0], [0]), array([0.019], [0.03])).tolist() == [True, False]
     np.testing.assert_allclose(find_probabilities(array([0, 2, -1000])), [[0.5, 0.8807971, 0]], atol=1e-6)
+
+
+def test_patches_without_a_class_count_nowhere() -> None:
+    labels = np.array([[0, 1, -1, 1], [-1, -1, -1, -1]])
+    outputs = np.eye(2, dtype=np.float32)[[[0, 1, 0, 0], [0, 0, 1, 1]]]
+    np.testing.assert_allclose(count_right(PATCHES, labels, outputs), [2 / 3, 1])
+    assert find_equal(PATCHES, outputs, outputs[::-1]).tolist() == [False, False]

@@ -76,7 +76,7 @@ def result(**changed: Any) -> Result:
 
 
 def evaluated(**changed: Any) -> Result:
-    return result(kind="evaluate", samples=5, metrics={"correct": 4.0}, upload=None, **changed)
+    return result(**{"kind": "evaluate", "samples": 5, "metrics": {"correct": 4.0}, "upload": None, **changed})
 
 
 def deltas(**changed: Any) -> Tensors:
@@ -158,6 +158,7 @@ def test_each_image_that_cannot_be_decoded_may_cost_a_step_of_each_epoch() -> No
         ({"samples": -1}, "it reports -1 samples, the device announced 20"),
         ({"metrics": {"loss": float("nan")}}, "metric 'loss' is nan"),
         ({"metrics": {"loss": 0.5, "extra": float("inf")}}, "metric 'extra' is inf"),
+        ({"metrics": {"loss": 1e308}}, r"metric 'loss' is 1e\+308"),
         ({"upload": None}, "the upload is missing"),
         ({"upload": Manifest("nonsense", 100, 1024)}, "'nonsense' is not a blake3 digest"),
         ({"upload": Manifest("blake3:../../../../etc/passwd", 100, 1024)}, "is not a blake3 digest"),
@@ -219,6 +220,7 @@ def of_task(form: LabelForm, classes: tuple[str, ...] = CLASSES) -> Program:
 
 
 SETS, NUMBERS = LabelForm(task="multi_label"), LabelForm(task="regression", low=0.0, high=1.0)
+PATCHES = LabelForm(task="segmentation")
 
 
 def test_images_may_have_several_classes_in_a_multi_label_task() -> None:
@@ -236,6 +238,7 @@ def test_images_may_have_several_classes_in_a_multi_label_task() -> None:
         (ClassCount(0, 4, 4, (), ((3, 4, 2),)), "scores of 4 and 2 images"),
         (ClassCount(0, 4, 4, (), ((20, 4, 0), (3, 0, 1))), "in different bins"),
         (ClassCount(0, 4, 4, (), ((32, 4, 1),)), "in different bins"),
+        (ClassCount(0, 3, 4, ((999, 1),)), "wrong answers of a class"),
     ],
 )
 def test_scores_that_cannot_be_are_refused(count: ClassCount, named: str) -> None:
@@ -243,12 +246,43 @@ def test_scores_that_cannot_be_are_refused(count: ClassCount, named: str) -> Non
         check_result(evaluated(by_class=(count,)), of_task(SETS), hello())
 
 
-def test_sums_of_errors_are_not_negative() -> None:
-    program = of_task(NUMBERS, ("height",))
-    sums = {"correct": 4.0, "absolute_error": 0.5, "number": -3.0}
-    check_result(msgspec.structs.replace(evaluated(), metrics=sums), program, hello())
-    with pytest.raises(BadPayload, check=has_code("FV1505", "negative")):
-        check_result(msgspec.structs.replace(evaluated(), metrics=sums | {"absolute_error": -0.5}), program, hello())
+SUMS = {"absolute_error": 0.5, "squared_error": 0.2, "number": -3.0, "squared_number": 4.0}
+
+
+@pytest.mark.parametrize("kept", [set(), {"number", "squared_number"}])
+def test_a_regression_has_sums_of_errors(kept: set[str]) -> None:
+    metrics = {"correct": 4.0} | {name: value for name, value in SUMS.items() if name not in kept}
+    check_result(msgspec.structs.replace(evaluated(), metrics=metrics), of_task(NUMBERS, ("height",)), hello())
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"absolute_error": -0.5}, "absolute_error is -0.5"),
+        ({"squared_number": -0.5}, "squared_number is -0.5"),
+        ({"squared_error": None}, "has the sums absolute_error, number, squared_number"),
+        ({"number": None}, "has the sums absolute_error, squared_error, squared_number"),
+        (dict.fromkeys(SUMS), "has the sums -"),
+        ({"number": 1e200}, "metric 'number' is 1e+200"),
+        ({"absolute_error": 1e308}, "metric 'absolute_error' is 1e+308"),
+    ],
+)
+def test_sums_that_cannot_be_added_up_are_refused(changed: dict[str, float | None], named: str) -> None:
+    metrics = {name: value for name, value in ({"correct": 4.0} | SUMS | changed).items() if value is not None}
+    with pytest.raises(BadPayload, check=has_code("FV1505", named)):
+        check_result(msgspec.structs.replace(evaluated(), metrics=metrics), of_task(NUMBERS, ("height",)), hello())
+
+
+def test_other_tasks_have_no_sums_of_errors_and_a_regression_no_counts_by_class() -> None:
+    metrics = {"correct": 4.0} | SUMS
+    for program in (AVERAGED, of_task(SETS)):
+        with pytest.raises(BadPayload, check=has_code("FV1505", "has the sums absolute_error")):
+            check_result(evaluated(metrics=metrics), program, hello())
+        with pytest.raises(BadPayload, check=has_code("FV1505", "has the sums patches")):
+            check_result(evaluated(metrics={"correct": 4.0, "patches": 5.0}), program, hello())
+    counted = msgspec.structs.replace(evaluated(by_class=(ClassCount(0, 4, 5),)), metrics=metrics)
+    with pytest.raises(BadPayload, check=has_code("FV1505", "counts of 1 classes")):
+        check_result(counted, of_task(NUMBERS, ("height",)), hello())
 
 
 @pytest.mark.parametrize(
@@ -531,3 +565,17 @@ def test_an_upload_that_alone_would_fill_the_disk_is_refused() -> None:
         check_free_space(upload, 19_000_000_000)
     for free_bytes in (None, 20_000_000_000, MIN_FREE_BYTES - 1):
         check_free_space(upload, free_bytes)
+
+
+def test_patches_are_counted_in_a_segmentation() -> None:
+    program = of_task(PATCHES)
+    patches = 5 * program.batch.patches
+    counts = (ClassCount(0, patches - 3, patches - 1, ((1, 2),)), ClassCount(1, 0, 1, ((0, 1),)))
+    metrics = {"correct": 4.0, "patches": float(patches)}
+    check_result(evaluated(by_class=counts, metrics=metrics), program, hello())
+    scored = (ClassCount(0, 1, 1, (), ((3, 1, 4),)),)
+    for by_class, told in ((counts, 3.0), (scored, 1.0), ((ClassCount(0, 0, 2, ((1, 1),)),), 2.0)):
+        with pytest.raises(BadPayload, check=has_code("FV1505")):
+            check_result(evaluated(by_class=by_class, metrics={**metrics, "patches": told}), program, hello())
+    with pytest.raises(BadPayload, check=has_code("FV1505", f"more patches than the {patches}")):
+        check_result(evaluated(by_class=(ClassCount(0, 0, patches + 1),), metrics=metrics), program, hello())

@@ -65,3 +65,10 @@ def test_images_of_the_device_are_opened_unless_none_has_a_label(folder: Path, t
     for name in ("cat", "dog"):
         (folder / name / "known.png").unlink()
     assert open_images(settings, tmp_path / "state") is None
+
+
+def test_a_folder_with_a_label_file_is_not_sorted_into_class_folders(folder: Path) -> None:
+    """Training would not see an image that is moved there."""
+    (folder / "labels.csv").write_text("path,labels\ncat/known.png,cat\n")
+    with pytest.raises(DataError, check=has_code("FV1402", "labels.csv")):
+        Labelling(folder)

@@ -77,7 +77,7 @@ def test_comparison_is_that_of_the_same_process(
     graph = fedavg.blobs.path(fedavg.program.graphs[fedavg.program.evaluate.graph].digest)
     champion = None
     for _ in range(2):
-        challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2)
+        challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2, "may be sent: no update")
         want = fedavg.runtime().compare(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT, challenge)
         got = sandbox.compare(ModelTest(fedavg.program, fedavg.start(), data, SEEDS), SILENT, challenge)
         assert (got.comparison, got.with_champion, got.flops) == (want.comparison, want.with_champion, want.flops)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from edge_client.serving.sources import (
     check_folder,
     follow,
     open_source,
+    open_sources,
     read_later,
 )
 from fedvit.errors import ConfigError, DataError, LinkDown
@@ -161,3 +163,17 @@ def test_source_that_stops_is_opened_again(caplog: pytest.LogCaptureFixture, err
     follow(source, lambda picture: answered.append(picture.name), threading.Event())
     assert answered == ["1.png", "2.png", "3.png"]
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 2
+
+
+def test_cameras_of_one_recorder_have_names_of_their_own() -> None:
+    """Drift compares pictures of one source in a row, and lines of results say which camera saw it."""
+    address = "rtsp://ann:secret@recorder/realmonitor?channel="
+    named = [source.name for source in open_sources([f"{address}1", "0", f"{address}2"], 1.0)]
+    assert named == ["rtsp://recorder/realmonitor", "0", "rtsp://recorder/realmonitor (2)"]
+
+
+def test_a_missing_library_does_not_show_a_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(ConfigError, check=has_code("FV1495", "rtsp://camera/1")) as raised:
+        open_source("rtsp://ann:secret@camera/1", 1.0)
+    assert "secret" not in str(raised.value)

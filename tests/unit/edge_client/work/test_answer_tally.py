@@ -4,7 +4,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from edge_client.work.answer_tally import AnswerTally, NumberTally, ScoreTally, SetTally, find_log_odds, make_tally
+from edge_client.work.answer_tally import (
+    AnswerTally,
+    NumberTally,
+    PatchTally,
+    ScoreTally,
+    SetTally,
+    find_log_odds,
+    make_tally,
+)
 from fedvit.answers import scale_labels
 from fedvit.label_forms import LabelForm
 from fedvit.program import Batch, Evaluate, Program
@@ -32,6 +40,7 @@ def test_the_program_says_what_is_counted() -> None:
     assert type(make_tally(with_form(None, scores=True))) is ScoreTally
     assert type(make_tally(with_form(SETS))) is SetTally
     assert type(make_tally(with_form(NUMBERS))) is NumberTally
+    assert type(make_tally(with_form(LabelForm(task="segmentation")))) is PatchTally
 
 
 def test_scores_are_counted_for_images_of_a_class_and_for_others() -> None:
@@ -67,13 +76,11 @@ def test_sets_are_counted_by_class() -> None:
 
 def test_numbers_are_summed_in_their_own_unit() -> None:
     tally = NumberTally(NUMBERS)
-    labels, outputs = (
-        scale_labels(NUMBERS, np.array(numbers, np.float32)) for numbers in ([[2.0], [8.0]], [[3.0], [6.0]])
-    )
+    labels, outputs = (scale_labels(NUMBERS, np.array(numbers)) for numbers in ([[2.0], [8.0]], [[3.0], [6.0]]))
     tally.add(labels, outputs)
     assert tally.correct == pytest.approx(0.9 + 0.8)
     assert tally.errors == pytest.approx({"absolute_error": 3.0, "squared_error": 5.0})
-    assert tally.labels == pytest.approx({"number": 10.0, "squared_number": 68.0})
+    assert tally.labels == pytest.approx({"number": 0.0, "squared_number": 18.0})
     assert tally.by_class() == ()
 
 
@@ -99,3 +106,13 @@ def test_the_largest_counts_fit_into_a_message() -> None:
         for label in range(classes)
     ]
     assert len(msgspec.msgpack.encode(counts)) < 0.95 * MAX_MESSAGE_BYTES
+
+
+def test_patches_are_counted_by_class_and_by_what_was_answered() -> None:
+    tally = PatchTally(3)
+    tally.add(np.array([[0, 1, -1], [2, 2, 0]]), np.eye(3)[[[0, 2, 1], [2, 0, 0]]])
+    assert tally.correct == pytest.approx(1 / 2 + 2 / 3)
+    assert tally.labels == {"patches": 5.0}
+    assert tally.by_class() == (
+        ClassCount(0, 2, 2), ClassCount(1, 0, 1, ((2, 1),)), ClassCount(2, 1, 2, ((0, 1),)),
+    )  # fmt: skip

@@ -21,7 +21,7 @@ def compare(
     runner: GraphRunner, setting: Setting, values: Tensors, data: DeviceData, champion: Path | None = None
 ) -> Compared:
     graph = setting.blobs.path(setting.program.graphs[setting.program.evaluate.graph].digest)
-    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2)
+    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, champion, "x86_64", 2, "may be sent: no update")
     return runner.compare(ModelTest(setting.program, values, data, SEEDS), SILENT, challenge)
 
 
@@ -52,6 +52,10 @@ def test_counts_are_those_of_both_models_on_the_same_images(
     first = compare(runner, fedavg, always(fedavg, 1), uneven)
     assert (first.with_champion, first.comparison.only_challenger, first.comparison.neither) == (False, 2, 4)
     champion = write(tmp_path / "champion", first)
+    training = Bundle.open(champion, None, 1).card.training
+    assert training
+    assert (training.train_images, training.test_images) == (len(uneven.train), len(uneven.test))
+    assert training.policy[-1] == "may be sent: no update"
     second = compare(runner, fedavg, always(fedavg, 2), uneven, champion)
     counts = second.comparison
     assert second.with_champion
@@ -89,7 +93,7 @@ def test_damaged_champion_counts_as_none(fedavg: Setting, uneven: DeviceData, tm
 
 def test_stopped_comparison_ends(fedavg: Setting, uneven: DeviceData) -> None:
     graph = fedavg.blobs.path(fedavg.program.graphs[fedavg.program.evaluate.graph].digest)
-    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, None, "x86_64", 2)
+    challenge = Challenge(ModelSource("run", 1, "pi", 0), graph, None, "x86_64", 2, "may be sent: no update")
     with pytest.raises(Stopped):
         fedavg.runtime().compare(
             ModelTest(fedavg.program, fedavg.start(), uneven, SEEDS), Watch(lambda *_: None, lambda: True), challenge

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,8 +17,10 @@ from export.bundle.assemble import USUAL, Precision, quantise
 from export.bundle.card import Origin
 from export.bundle.read import Bundle
 from export.bundle.write import Bench, TrainedModel, write_bundle
+from export.formats import write_format
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.errors import BadPayload, ConfigError, DataError, ExportMismatch, StorageFailed
+from fedvit.label_forms import LabelForm
 from tests.support.codes import has_code
 from tests.support.tiny import TINY_CLASSES, Tiny
 
@@ -71,6 +74,16 @@ def test_a_file_too_far_from_the_original_leaves_nothing(trained: TrainedModel, 
     with pytest.raises(ExportMismatch):
         write_bundle(tmp_path / "bundle", dead_feature(trained), BENCH)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["timm", "huggingface", "peft"])
+def test_formats_of_one_class_refuse_other_tasks(trained: TrainedModel, tmp_path: Path, name: str) -> None:
+    """Their cards say "image-classification", and nothing would name the range of a regression."""
+    form = LabelForm(task="regression", low=0.0, high=9.0)
+    other = replace(trained, batch=msgspec.structs.replace(trained.batch, labels=form), classes=("height",))
+    with pytest.raises(ConfigError, check=has_code("FV2490", "regression")):
+        write_format(name, tmp_path / "out", other)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_other_files_can_still_be_had(trained: TrainedModel, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fedvit.data.images import (
     limit_decoded_bytes,
     normalise,
     read_image,
+    read_size,
     read_thumbnail,
     select,
     unfold,
@@ -402,3 +403,16 @@ class TestMasking:
 def test_image_names() -> None:
     assert all(map(is_image_name, ("x.PNG", "x.Jpeg", "x.y.webp")))
     assert not any(map(is_image_name, ("x.txt", "png", ".x.png", "x.png.part", "Thumbs.db")))
+
+
+def test_size_is_that_of_the_upright_picture(tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    Image.new("RGB", (8, 4)).save(file, exif=exif)
+    assert read_size(file) == (4, 8)
+    Image.new("RGB", (8, 4)).save(file)
+    assert read_size(file) == (8, 4)
+    file.write_bytes(b"none")
+    with pytest.raises(DataError, check=has_code("FV1403", str(file))):
+        read_size(file)

@@ -40,7 +40,7 @@ def test_sets_of_classes_are_read_and_relabelled(tmp_path: Path) -> None:
         "a.png": [0, 0, 1, 1], "b.png": [0, 0, 0, 0], "c.png": [0, 0, 0, 1], "d.png": [0, 1, 0, 0],
     }  # fmt: skip
     assert (moved.train.count_classes(4) + moved.test.count_classes(4)).tolist() == [0, 1, 1, 2]
-    with pytest.raises(DataError, check=has_code("FV1404", "emu")):
+    with pytest.raises(DataError, check=has_code("FV1404", "labels in labels.csv that the run does not know: emu")):
         data.relabel(("cat", "dog"))
 
 
@@ -51,6 +51,16 @@ def test_numbers_are_scaled_to_the_range_of_the_run(tmp_path: Path) -> None:
     fit = data.relabel(("height",)).fit_to(Batch(batch_size=2, labels=form))
     assert fit.train.labels.tolist() == [[0.5], [1.0]]
     np.testing.assert_allclose(fit.test.labels, [[-2 / 3]], rtol=1e-6)
+
+
+def test_numbers_far_from_zero_keep_their_differences(tmp_path: Path) -> None:
+    """A float32 of 1e9 has steps of 64."""
+    table = "path,split,height\na.png,train,999999990\nb.png,test,999999995\nc.png,train,1e9\n"
+    data = DeviceData.open(write(tmp_path, table))
+    form = LabelForm(task="regression", low=999_999_990.0, high=1e9)
+    fit = data.relabel(("height",)).fit_to(Batch(batch_size=2, labels=form))
+    assert (fit.train.labels.tolist(), fit.test.labels.tolist()) == ([[-1.0], [1.0]], [[0.0]])
+    assert fit.train.labels.dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -100,9 +110,12 @@ def test_a_folder_that_did_not_change_is_not_read_again(tmp_path: Path) -> None:
         ("path,labels\n../a.png,cat\n", "line 2"),
         ("path,labels\n/a.png,cat\n", "line 2"),
         ("path,labels\na.png,cat\na.png,dog\n", "line 3"),
+        ("path,labels\na.png,cat\n./a.png,dog\n", "line 3"),
+        ("path,labels\n.,cat\n", "line 2"),
         ("path,labels\na.png,ca\x01t\n", "not printable"),
         ("path,height\na.png,tall\n", "expected a number"),
         ("path,height\na.png,inf\n", "expected a number"),
+        ("path,height\na.png,1e39\n", "'1e39', expected a number of at most 1e+09"),
         ("path,labels\n", "lists no image"),
         ('path,labels\n"a.png,cat\n', "no readable CSV"),
     ],
@@ -120,3 +133,81 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [(row.path.name, row.label, row.part) for row in table.rows] == [
         ("a.png", ("a", "b"), "test"), ("b.png", (), "train"),
     ]  # fmt: skip
+
+
+MASKS = "path,split,mask\na.png,train,masks/a.png\nb.png,test,masks/b.png\n"
+PATCHES = Batch(batch_size=1, image_size=4, patch_size=2, labels=LabelForm(task="segmentation"))
+
+
+def write_masks(folder: Path, *masks: list[list[int]], classes: str = "sky\nroad\ncar\n", table: str = MASKS) -> Path:
+    write(folder, table, "ab")
+    (folder / "classes.txt").write_text(classes)
+    (folder / "masks").mkdir()
+    for name, mask in zip("ab", masks, strict=True):
+        Image.fromarray(np.array(mask, np.uint8)).save(folder / "masks" / f"{name}.png")
+    return folder
+
+
+FOUR = [[0, 0, 1, 1], [0, 2, 1, 9], [9, 9, 2, 2], [9, 9, 0, 2]]
+"""A mask whose patches are mostly sky, road, nothing, car."""
+ONE = [[1]]
+"""A mask that is resized."""
+
+
+def test_a_patch_has_the_class_of_most_of_its_pixels(tmp_path: Path) -> None:
+    data = DeviceData.open(write_masks(tmp_path, FOUR, ONE))
+    assert data.counts == (("sky", "road", "car"), 1, 1)
+    fit = data.relabel(("car", "road", "tree")).fit_to(PATCHES)
+    assert fit.train.labels.tolist() == [[-1, 1, -1, 0]], "the run has no sky"
+    assert fit.test.labels.tolist() == [[1, 1, 1, 1]]
+    assert fit.train.count_classes(3).tolist() == [1, 1, 0]
+    same = data.fit_to(PATCHES).train.labels
+    assert same.tolist() == [[0, 1, -1, 2]]
+    with pytest.raises(DataError, check=has_code("FV1402", "segmentation")):
+        data.fit_to(Batch(batch_size=2))
+
+
+def test_an_image_without_a_readable_mask_is_listed(tmp_path: Path) -> None:
+    write_masks(tmp_path, FOUR, ONE, table=MASKS + "c.png,train,masks/c.png\nd.png,train,masks/d.png\n")
+    write(tmp_path, (tmp_path / "labels.csv").read_text(), "cd")
+    whole = (tmp_path / "masks" / "a.png").read_bytes()
+    (tmp_path / "masks" / "c.png").write_bytes(whole[:-30])
+    data = DeviceData.open(tmp_path)
+    assert [(path.name, reason) for path, reason in data.unusable] == [
+        ("d.png", "its mask d.png: No such file or directory")
+    ]
+    fit = data.fit_to(PATCHES)
+    assert fit.train.labels[1].tolist() == [-1] * 4
+    _, readable = fit.train.load(np.arange(2), 4)
+    assert readable.tolist() == [True, False]
+    [(path, reason)] = fit.problems()[-1:]
+    assert (path.name, "masks/c.png" in reason) == ("c.png", True)
+    (tmp_path / "masks" / "c.png").write_bytes(whole)
+    again = DeviceData.open(tmp_path, before=data).fit_to(PATCHES)
+    assert again.train.labels[1].tolist() == [0, 1, -1, 2], "the mask was mended"
+    _, readable = again.train.load(np.arange(2), 4)
+    assert readable.all()
+
+
+def test_a_coloured_mask_is_refused(tmp_path: Path) -> None:
+    write_masks(tmp_path, FOUR, ONE)
+    Image.new("RGB", (4, 4)).save(tmp_path / "masks" / "a.png")
+    fit = DeviceData.open(tmp_path).fit_to(PATCHES)
+    assert "mode RGB" in fit.problems()[0][1]
+
+
+@pytest.mark.parametrize(
+    ("classes", "mask", "named"),
+    [
+        ("sky\nsky\n", "masks/a.png", "2 classes"),
+        ("sky\n", "masks/a.png", "1 classes"),
+        ("sky\n\nroad\n", "masks/a.png", "class ''"),
+        ("".join(f"{place}\n" for place in range(256)), "masks/a.png", "256 classes"),
+        ("sky\nroad\n", "../a.png", "../a.png"),
+        ("sky\nroad\n", "", "mask ''"),
+    ],
+)
+def test_masks_that_cannot_be_are_refused(tmp_path: Path, classes: str, mask: str, named: str) -> None:
+    write_masks(tmp_path, FOUR, ONE, classes=classes, table=f"path,mask\na.png,{mask}\nb.png,masks/b.png\n")
+    with pytest.raises(DataError, check=has_code("FV2491", named)):
+        DeviceData.open(tmp_path)

@@ -32,6 +32,12 @@ class Halves(Partition):
 class Same(Partition):
     def __call__(self, samples, devices, rng):
         return [np.arange(len(samples))] * devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves(Partition):
+    def __call__(self, samples, devices, rng):
+        raise SystemExit(0)
 """
 
 
@@ -40,6 +46,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     site = tmp_path / "site"
     install_plugins(site, "acme-halves", {"fedvit.partitions": {"halves": "acme_deals:Halves"}}, acme_deals=MODULE)
     install_plugins(site, "acme-same", {"fedvit.partitions": {"same": "acme_deals:Same"}})
+    install_plugins(site, "acme-leaves", {"fedvit.partitions": {"leaves": "acme_deals:Leaves"}})
     install_plugins(site, "acme-tools", {"console_scripts": {"same": "acme_deals:Same"}})
     monkeypatch.syspath_prepend(site)
     plugins.read_entries.cache_clear()
@@ -71,6 +78,13 @@ def test_a_broken_law_is_an_error_with_its_reason() -> None:
     shown = json.loads(invoke("acme-same", "--json").stdout)
     assert {(each["kind"], each["name"]) for each in shown} == {("partition", "same")}
     assert [each["law"] for each in shown if each["broken"]]
+
+
+def test_a_plugin_that_ends_the_process_breaks_its_laws() -> None:
+    """With exit code 0 it would look as if all held."""
+    result = invoke("acme-leaves")
+    assert isinstance(result.exception, ConfigError)
+    assert "          SystemExit: 0" in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize("package", ["acme-nowhere", "acme-tools", ""])

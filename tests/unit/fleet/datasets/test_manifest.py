@@ -85,3 +85,29 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"path,label\n\xff\xfe,a\n")
     with pytest.raises(DataError, check=has_code("FV2008", "list.csv")):
         read_manifest(path, 4)
+
+
+def write_masks(folder: Path, cells: list[str]) -> Path:
+    rows = "".join(f"images/{place}.png,{cell}\n" for place, cell in enumerate(cells))
+    path = write(folder, f"path,mask\n{rows}")
+    (folder / "classes.txt").write_text("sky\nroad\ncar\n")
+    for place, value in enumerate((0, 1, 9)):
+        mask = np.full((4, 4), value, np.uint8)
+        mask[:2] = 0
+        Image.fromarray(mask).save(folder / "images" / f"mask{place}.png")
+    return path
+
+
+def test_masks_are_dealt_by_what_an_image_has_more_of_than_others(tmp_path: Path) -> None:
+    samples = read_manifest(write_masks(tmp_path, ["images/mask0.png", "images/mask1.png", "images/mask2.png"]), 4)
+    assert (samples.classes, samples.labels.tolist()) == (("sky", "road", "car"), [0, 1, 0])
+    assert samples.other is not None
+    np.testing.assert_allclose(samples.other.values, [[1, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("cell", "code"), [("../mask0.png", "FV2009"), ("images/none.png", "FV2008"), ("list.csv", "FV2008")]
+)
+def test_a_mask_that_cannot_be_read_is_refused_by_line(tmp_path: Path, cell: str, code: str) -> None:
+    with pytest.raises(DataError, check=has_code(code, "line 3: ")):
+        read_manifest(write_masks(tmp_path, ["images/mask0.png", cell]), 4)

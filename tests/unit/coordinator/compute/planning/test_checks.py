@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.compute.planning.checks import check_region
+from coordinator.compute.planning.checks import check_region, check_run
 from coordinator.compute.planning.secure_runs import check_secure
 from coordinator.config.modes import MODES
 from fedvit.errors import ConfigError
@@ -47,6 +47,20 @@ def test_settings_that_a_mean_of_means_would_break_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"run.toml: {reason}"):
         check_region(configure(**values), "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"task": "regression", "number_range": (0.0, 1.0)}, "a regression has no classes"),
+        ({"secure": True, "devices": 4, "cohort": 4}, "secure = true adds up right answers alone"),
+        ({"classes": [f"class-{number}" for number in range(65)]}, "65 classes are more than the 64"),
+    ],
+)
+def test_auc_is_refused_where_no_scores_are_counted(configure: Configure, values: dict[str, Any], reason: str) -> None:
+    check_run(configure(**values), "run.toml")
+    with pytest.raises(ConfigError, check=has_code("FV2490", reason)):
+        check_run(configure(auc=True, **values), "run.toml")
 
 
 def test_another_mode_with_cohorts_fits_regions_and_sums(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

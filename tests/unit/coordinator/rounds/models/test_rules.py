@@ -118,6 +118,14 @@ def test_canary_fails_by_a_device_that_stopped_it_or_by_its_confidence() -> None
     )
 
 
+def test_a_confidence_that_cannot_be_does_not_end_the_judging() -> None:
+    """A device may report any sum; the sum of an honest one may be a little above its pictures, by rounding."""
+    before = on("a", answered=100, confidence=2.0**31)
+    for confidence, outcome in ((2.0**31, "passes"), (100.00001, "passes"), (50.0, "fails")):
+        row = on("a", actual="canary", answered=100, confidence=confidence)
+        assert rules.judge_canary([row], {"a": before}, 1e9, RULES)[0] == outcome
+
+
 @pytest.mark.parametrize("pictures", [50, 200, 2000])
 def test_a_canary_that_is_no_worse_does_not_fail_by_chance(pictures: int) -> None:
     """It is judged after each of its pictures; confidences are 0.8 on average, with a deviation of 0.2."""

@@ -1,0 +1,1 @@
+"""The list of backbones in docs/backbones.md: `make backbones` exports and verifies each one."""

@@ -24,14 +24,13 @@ Graph inputs and outputs are bound by name, so that graphs carry their own wirin
                       with gathered/labels (capacity,) int64 and gathered/weight (capacity,), 0 where empty
     metric/loss       () float32 mean loss over the batch's samples (output)
     collect/NAME      (B, ...) what the phase may record per sample (output)
-    logits            (B, classes) float32 (output of a predict graph); of text (B, context, classes)
+    logits            (B, classes) float32 (output of a predict graph); of text or patches (B, positions, classes)
 
 A graph that updates works on any piece of the trained tensors, laid out as one vector:
 
     value, grad       (n,) float32 (`new/value`);  slot/SLOT (n,) (`new/slot/SLOT`);  hyper/lr, hyper/step as above
 
-A new value may be written to where the old one was read: it depends on that element alone, and nothing reads the
-old one afterwards. The same holds for slots and for summed gradients.
+A new value, slot or summed gradient may be written to where the old one was read: nothing reads that afterwards.
 """
 
 import math
@@ -51,8 +50,7 @@ from fedvit.updates import make_codec
 SEEDS = 1 << 31
 """Random numbers of samples are below this."""
 MAX_VALUES = 1 << 31
-"""Numbers in one array that a device makes for a Program: batches, features, optimizer state. What a device can
-really hold is limited by its memory budget; larger values than this are invalid."""
+"""Numbers in one array that a device makes for a Program; its memory budget is the real limit."""
 MAX_PROGRAM_BYTES = 4 << 20
 """The largest Program: names of 1,000 tensors are 100 kB, a list of classes is 1 MB at most."""
 MAX_GROUPS = 256
@@ -127,11 +125,6 @@ class Batch(Struct, frozen=True, kw_only=True):
         """Return shape and dtype of the label of one sample."""
         positions = (self.text.context,) if self.text else ()
         return self.labels.describe_label(classes, self.patches) if self.labels else (positions, "int64")
-
-    @property
-    def task(self) -> str:
-        """The run's task, for people."""
-        return self.labels.task if self.labels else "one class for each image"
 
     @property
     def run_size(self) -> int:
@@ -361,16 +354,14 @@ def _nonsense(program: Program) -> Iterator[str]:
     if batch.crop_padding >= batch.image_size:
         yield f"{batch.crop_padding} pixels cannot be reflected at the border of an image of {batch.image_size}"
     sizes: dict[str, tuple[int, ...]] = {"a batch": (batch.batch_size, 3, batch.image_size, batch.image_size)}
-    if batch.text:
-        sizes["a batch of text"] = (batch.batch_size, batch.text.context)
+    sizes["a batch of text"] = (batch.batch_size, batch.text.context if batch.text else 0)
     if form := batch.labels:
         sizes["labels of a batch"] = (batch.batch_size, len(program.classes), batch.patches)
         if batch.text or program.secure or program.evaluate.gather:
             yield f"text, secure sums and gathered features need one class for each sample, the task is {form.task}"
-        if form.labels_patches and (batch.mask_ratio or batch.crop_padding or batch.flip):
-            yield "labels of patches, and patches that are left out, cropped or mirrored"
-        if form.labels_patches and any(phase.collect for phase in program.train):
-            yield "labels of patches, and a phase that collects features of images"
+        changed = batch.mask_ratio or batch.crop_padding or batch.flip or any(phase.collect for phase in program.train)
+        if form.labels_patches and changed:
+            yield "labels of patches, and patches that are left out, cropped, mirrored or collected"
         if form.task == "regression" and not (form.low < form.high and len(program.classes) == 1):
             yield f"a regression of {len(program.classes)} numbers from {form.low:g} to {form.high:g}"
     for name, spec in program.tensors.items():

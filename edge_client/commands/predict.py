@@ -33,10 +33,7 @@ from fedvit.terminal import escape_line
 @click.option("--top", type=click.IntRange(min=1), default=1, help="Number of classes to print, the likeliest first.")
 @click.option("--masks", type=click.Path(path_type=Path), help="Folder for masks of a segmentation's answers, as PNG.")
 @json_flag
-@click.pass_context
 def command(
-    context: click.Context,
-    /,
     *,
     images: tuple[Path, ...],
     bundle: Path,
@@ -53,7 +50,7 @@ def command(
 
     from export.bundle.read import Bundle, NamedNumber  # onnxruntime takes seconds
 
-    threads = read_settings(context, own).threads
+    threads = read_settings(click.get_current_context(), own).threads
     model = Bundle.open(bundle, Precision(precision) if precision else None, threads)
     if masks:
         try:

@@ -110,7 +110,7 @@ class Bundle:
         Raises DataError for a picture that cannot be read, ConfigError for a model of another task.
         """
         if self.batch.labels is None or not self.batch.labels.labels_patches:
-            raise ConfigError("FV2492", f"a model of task {self.batch.task} answers with no mask; leave --masks out")
+            raise ConfigError("FV2492", "only models of task segmentation answer with masks; leave --masks out")
         places = Image.fromarray(self.segment(read_image(image, self.batch.image_size)).astype(np.uint8))
         made = BytesIO()
         places.resize(read_size(image), Image.Resampling.NEAREST).save(made, "PNG")

@@ -100,6 +100,10 @@ class Files:
             self.failed[path] = str(error).removeprefix(f"cannot read image {path}: ")
 
 
+def _name_task(batch: Batch) -> str:
+    return f"the run's task is {batch.labels.task if batch.labels else 'one class for each image'}"
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
     """The training or the test images of a device."""
@@ -191,7 +195,7 @@ class LabelledSplit(Split):
 
     def unfit(self, batch: Batch) -> str | None:
         if batch.labels is None or batch.labels.task != self.task:
-            return f"the run's task is {batch.task}, {LABEL_FILE} has labels for {self.task}"
+            return f"{_name_task(batch)}, {LABEL_FILE} has labels for {self.task}"
         return None
 
     def fit_labels(self, batch: Batch) -> Self:
@@ -225,7 +229,7 @@ class MaskedSplit(Split):
 
     def unfit(self, batch: Batch) -> str | None:
         if batch.labels is None or not batch.labels.labels_patches:
-            return f"the run's task is {batch.task}, {LABEL_FILE} has masks for segmentation"
+            return f"{_name_task(batch)}, {LABEL_FILE} has masks for segmentation"
         return None
 
     def fit_labels(self, batch: Batch) -> Self:

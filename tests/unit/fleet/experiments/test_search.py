@@ -12,7 +12,6 @@ import scipy.stats
 from click.testing import CliRunner
 from rich.console import Console
 
-from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid, GridCell, as_text
@@ -24,7 +23,7 @@ from fleet.experiments.search import Schedule, list_rounds, search_state
 from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult
 from tests.support.codes import has_code
-from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, read_closed, read_grid, run_experiment, written_experiment
 from tests.support.forked import Forked
 from tests.support.waiting import WAIT_S
 
@@ -276,11 +275,6 @@ def test_search_that_was_killed_is_resumed(
     assert len(read_closed(second)) == 4
     assert outcome.searches[0].chosen is not None
     assert len(outcome.comparisons) == 1
-
-
-def read_closed(home: Path) -> list[tuple[int, str]]:
-    with open_record(home / "runs") as store:
-        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
 
 
 class TestOutcome:

@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 from coordinator.views.report.page import run_page
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
+from tests.support.children import run_child
 from tests.support.chromium import browsing, find_browser
 from tests.support.reports import experiment_outcome, fleet_report, private_report, profile_document, run_report
-from tests.support.waiting import WAIT_S
 
 WIDTHS = (1200, 768, 360)
 """A desk, a tablet, a telephone: CSS pixels."""
@@ -110,10 +109,9 @@ def test_nothing_overflows_and_nothing_is_complained_about(pages: dict[str, str]
     host = tmp_path / "host.html"
     host.write_text(HOST % "\n".join(frames))
     colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    shown = subprocess.run(
-        [find_browser(), *FLAGS, *colours, f"--user-data-dir={tmp_path / 'profile'}", host.as_uri()],
-        capture_output=True, text=True, timeout=WAIT_S, check=True,
-    )  # fmt: skip
+    shown = run_child(
+        [find_browser(), *FLAGS, *colours, f"--user-data-dir={tmp_path / 'profile'}", host.as_uri()], check=True
+    )
     complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
     assert complaints == []
     said = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)

@@ -22,7 +22,7 @@ COMMANDS = {
     "ledger": "List what has left this device, and the tasks that it refused.",
     "models": "List the models of this device, or change which one answers pictures.",
     "page": "Serve the owner's page: what this device does, what left it, labels for its pictures, a pause.",
-    "predict": "Answer each of IMAGES with the model of a bundle: classes with probabilities, or a number.",
+    "predict": "Answer each of IMAGES with the model of a bundle: probabilities, a number, or shares of classes.",
     "profile": "Measure this device: speed, memory, disk, temperature, power, the connection to the broker.",
     "rm": "Remove the vaults of RUNS, also of the newest.",
     "serve": "Answer pictures with the model of this device that is promoted, also while another one is promoted.",

@@ -1,6 +1,7 @@
 """`coordinator export`: writes the model of a run as a bundle."""
 
 import platform
+import tempfile
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,14 +10,20 @@ from typing import Any
 import click
 
 from coordinator.commands.flags import runs_flag
+from coordinator.config import make_config
 from coordinator.record.opening import newest_run, open_existing_record
-from coordinator.views.trained import read_trained_model
+from coordinator.record.tables import RunRecord
+from coordinator.views.trained import ExportedProgram, RunFiles, read_trained_model
 from export.bundle.command import format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
 from export.bundle.write import Bench, check_new
 from export.formats import ONNX, write_format
+from fedvit.blobs import BlobStore
 from fedvit.command_line import Command, json_flag
 from fedvit.data.folder import DeviceData
 from profiles.probes.host import usable_cores
+
+ENGINES_WITHOUT_GRAPHS = ("torch", "eager")
+"""Engines of simulations: the record has their name in place of a Program's digest."""
 
 
 @click.command(
@@ -53,9 +60,11 @@ def export(
     """Write a model of RUN, by default the newest run, as ONNX files that work without this software."""
     check_new(out)
     data, threads = measuring["data"], measuring["threads"]
-    with open_existing_record(folder) as store:
-        run = run or newest_run(store, folder)
-        trained = read_trained_model(store, folder, run, device, f"coordinator {version('fedvit')}", asked_round)
+    with open_existing_record(folder) as store, tempfile.TemporaryDirectory(prefix="fedvit-export-") as scratch:
+        record = store.runs.read(run or newest_run(store, folder))
+        exported = _export_program(record, Path(scratch)) if record.program in ENGINES_WITHOUT_GRAPHS else None
+        files = RunFiles(folder / record.id, record, exported)
+        trained = read_trained_model(store, files, device, f"coordinator {version('fedvit')}", asked_round)
     trained = replace(trained, licence=licence)
     if format_name != ONNX:
         click.echo("\n".join(write_format(format_name, out, trained)))
@@ -70,3 +79,13 @@ def export(
         training=labelled.train if labelled else None,
     )
     write(out, trained, bench, precisions, as_json=as_json)
+
+
+def _export_program(record: RunRecord, folder: Path) -> ExportedProgram:
+    """Export and verify the graphs of a run that an engine of torch trained. Raises ConfigError, ExportMismatch."""
+    from coordinator.compute.planning.planner import make_plan  # torch takes seconds
+
+    config = make_config(record.config, f"run {record.id}").run
+    blobs = BlobStore(folder)
+    plan = make_plan(config, record.classes, blobs, progress=lambda line: click.echo(f"coordinator: {line}", err=True))
+    return ExportedProgram(plan.first.digest, blobs)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from coordinator.record.tables import RunRecord
 from coordinator.run_view import RunView, read_run
 from export.bundle.card import Origin, Reported, Training
 from export.bundle.write import TrainedModel
+from fedvit.blobs import BlobStore
 from fedvit.errors import BadPayload, ConfigError, StorageFailed
 from fedvit.hints import command
 from fedvit.policy import find_needs
@@ -32,20 +33,31 @@ if TYPE_CHECKING:
     from coordinator.record.mirror import Mirror
 
 
-class _Files:
+class ExportedProgram(NamedTuple):
+    """The Program of a run whose engine needed no graphs, exported after it."""
+
+    digest: str
+    blobs: BlobStore
+
+
+class RunFiles:
     """The files of a run: those of its folder, or, where they are missing or damaged there, of its mirror."""
 
-    def __init__(self, folder: Path, record: RunRecord) -> None:
+    def __init__(self, folder: Path, record: RunRecord, exported: ExportedProgram | None = None) -> None:
         self.folder = folder
+        self.record = record
+        self.program = exported.digest if exported else record.program
+        self._exported = exported.blobs if exported else None
         self._blobs = VerifiedBlobs(folder / "blobs")
-        self._record = record
 
     @cached_property
     def _mirror(self) -> "Mirror | None":
-        return run_mirror(self._record)
+        return run_mirror(self.record)
 
     def blob(self, digest: str) -> bytes:
         """Raises StorageFailed if it is nowhere, or the mirror cannot be used."""
+        if self._exported and self._exported.has(digest):
+            return self._exported.get(digest)
         try:
             return self._blobs.get(digest)
         except StorageFailed as error:
@@ -68,7 +80,7 @@ class _Files:
 
 
 def read_trained_model(
-    store: Record, runs: Path, run: str, device: str | None, made_by: str, round: str | int | None = None
+    store: Record, files: RunFiles, device: str | None, made_by: str, round: str | int | None = None
 ) -> TrainedModel:
     """Read the model of a run, or of one device of it, after a round that `find_round` takes.
 
@@ -76,15 +88,14 @@ def read_trained_model(
     such run, round or device, or if only a device has what the model needs; StorageFailed if files are damaged, or
     missing, and its mirror cannot be used.
     """
-    record = store.runs.read(run)
+    record, run = files.record, files.record.id
     kept = find_round(store, run, round)
     last = store.rounds.read_newest_closed(run)
-    if record.program is None or kept.state is None or last is None:
+    if files.program is None or kept.state is None or last is None:
         raise ConfigError("FV1623", f"run {run!r} has closed no round: there is nothing to export yet")
     saved = kept.state
-    files = _Files(runs / run, record)
     try:
-        program = decode_program(files.blob(record.program))
+        program = decode_program(files.blob(files.program))
         graph = files.blob(program.graphs[program.evaluate.graph].digest)
         frozen = [group.initial for group in program.groups.values() if group.role is Role.FROZEN and group.initial]
         values: Tensors = {}
@@ -141,7 +152,7 @@ def _describe_policy(program: Program, record: RunRecord, summary: RunView) -> I
 def export_hint(store: Record, runs: Path, run: str) -> str:
     """Return the command that exports a model of a run. Raises StorageFailed if the run's program cannot be read."""
     record = store.runs.read(run)
-    program = decode_program(_Files(runs / run, record).blob(record.program or ""))
+    program = decode_program(RunFiles(runs / run, record).blob(record.program or ""))
     on_device = command("edge-client", "export", run, "--data", "IMAGES")
     if _why_on_device(program):
         return on_device
@@ -183,7 +194,7 @@ def _find_variant(record: RunRecord, device: str) -> str | None:
 
 
 def _read_generated(
-    program: Program, record: RunRecord, summary: RunView, files: _Files, device: str | None, part: str
+    program: Program, record: RunRecord, summary: RunView, files: RunFiles, device: str | None, part: str
 ) -> Tensors:
     """The tensors that the server generated for the device at the run's end, in a part of the run's folder."""
     known = [entry.device for entry in summary.devices]

@@ -43,7 +43,7 @@ def command(
     as_json: bool,
     **own: Any,
 ) -> None:
-    """Answer each of IMAGES with the model of a bundle: classes with probabilities, a number, or shares of classes.
+    """Answer each of IMAGES with the model of a bundle: probabilities, a number, or shares of classes.
 
     A folder stands for all images in it.
     """

@@ -31,7 +31,7 @@ from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
 from fedvit.onnx_model import read_model
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
-from fleet.request import RunRequest
+from fleet.request import Engine, RunRequest
 from fleet.simulate import simulate
 from tests.support.programs import CONFIG, program
 
@@ -207,6 +207,25 @@ def test_the_server_exports_the_runs_model(trained: Callable[[str], Trained], tm
     assert card["reported"]["devices"] == 2
     assert "not measured" in (out / "README.md").read_text()
     assert json.loads((out / "labels.json").read_text()) == list(held.classes)
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_simulation_without_graphs_is_exported_afterwards(
+    trained: Callable[[str], Trained], tmp_path: Path, graph_cache: Path, engine: Engine
+) -> None:
+    """FedLoRA: its frozen backbone, too, is in no blob of the run. The engine onnx trains the same model."""
+    run = trained("fed_lora")
+    options = {"batch_size": 8, "epochs": 1, "lr": 0.01, **METHODS["fed_lora"]}
+    values = {**CONFIG, "method": "fed_lora", "rounds": 2, "options": options, "variants": {}}
+    folders = [run.parts / name for name in DEVICES]
+    runs = tmp_path / "runs"
+    simulate(RunRequest(folders, values, out=runs, run="fed_lora", graph_cache=graph_cache, engine=engine))
+    for name, made in (("simulated", run._replace(runs=runs)), ("onnx", run)):
+        done = on_server(made, tmp_path / name, "--precision", "fp32")
+        assert done.exit_code == 0, done.output
+    images, _ = pictures(run)
+    (mine, _), (theirs, _) = (answers(tmp_path / name, "model.onnx", images) for name in ("simulated", "onnx"))
+    np.testing.assert_allclose(mine, theirs, atol=2e-3)
 
 
 def test_the_server_exports_what_it_made_for_a_device(trained: Callable[[str], Trained], tmp_path: Path) -> None:

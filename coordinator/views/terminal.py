@@ -129,7 +129,7 @@ def draw_devices(run: RunView, width: int) -> Table:
 
 
 def draw_refusals(run: RunView, width: int) -> Table:
-    """Draw the newest refusals; equal ones are format_count."""
+    """Draw the newest refusals; equal ones are counted."""
     times: dict[tuple[int | None, str, str, str], int] = {}
     for entry in run.refusals:
         key = (entry.round, entry.device, entry.kind, entry.reason)

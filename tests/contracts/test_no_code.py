@@ -1,7 +1,6 @@
 """No code comes from outside: neither the tree nor the wheel runs, loads or unpickles what it receives."""
 
 import ast
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import WAIT_S
+from tests.support.children import run_child
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("fedvit", "export", "profiles", "edge_client", "coordinator", "fleet", "bench")
@@ -83,9 +82,7 @@ def test_nothing_in_the_wheel_does_either(tmp_path: Path) -> None:
     source.mkdir()
     for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
-    built = subprocess.run(
-        [*command, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True, timeout=WAIT_S
-    )
+    built = run_child([*command, str(tmp_path)], cwd=source, check=True)
     assert "absent from the `packages` configuration" not in built.stdout + built.stderr
     [file] = tmp_path.glob("*.whl")
     with zipfile.ZipFile(file) as wheel:

@@ -16,6 +16,7 @@ from coordinator.security.api_tokens import ApiTokens
 from coordinator.security.folder import Deployment, Settings, make_token
 from fedvit.client import Service
 from fedvit.errors import ConfigError, LinkDown, PeerRefused
+from tests.support.children import run_child
 from tests.support.codes import has_code
 from tests.support.records import RUN, begin_run
 from tests.support.waiting import WAIT_S
@@ -56,9 +57,7 @@ def address(store: Record, deployment: Deployment, tmp_path: Path) -> Iterator[s
 
 
 def run_command(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COORDINATOR, *words], capture_output=True, text=True, timeout=WAIT_S, check=False, env=os.environ | environment
-    )
+    return run_child([COORDINATOR, *words], env=os.environ | environment)
 
 
 def test_commands_print_the_same_from_another_machine(

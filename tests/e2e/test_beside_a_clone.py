@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fleet.partition import DealSettings, deal
-from tests.support.programs import WAIT_S
+from tests.support.children import run_child
 from tests.support.tiny import TINY_MODEL
 
 ROOT = Path(__file__).parents[2]
@@ -31,15 +31,7 @@ def parent(tmp_path: Path) -> Path:
 
 def run(parent: Path, cache: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
-    return subprocess.run(
-        list(map(str, command)),
-        cwd=parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    return run_child(list(map(str, command)), env=environment, cwd=parent)
 
 
 @pytest.mark.slow

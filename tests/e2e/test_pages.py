@@ -3,8 +3,6 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +11,10 @@ import pytest
 from coordinator.views.report.page import run_page
 from fleet.experiments.report import html_report
 from profiles.report.profile_page import profile_page
-from tests.support.chromium import browsing
+from tests.support.children import run_child
+from tests.support.chromium import browsing, find_browser
 from tests.support.reports import experiment_outcome, fleet_report, private_report, profile_document, run_report
-from tests.support.waiting import WAIT_S
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (1200, 768, 360)
 """A desk, a tablet, a telephone: CSS pixels."""
 FLAGS = (
@@ -78,14 +75,6 @@ addEventListener("load", () => {
 """Shows a page in frames of several widths, which have no smallest size as windows do."""
 
 
-@pytest.fixture(scope="module")
-def browser() -> str:
-    for name in BROWSERS:
-        if found := shutil.which(name):
-            return found
-    pytest.fail("this test needs Chromium: make chromium, or sudo apt-get install chromium")
-
-
 PAGES: dict[str, Callable[[], str]] = {
     "profile": lambda: profile_page(profile_document()),
     "a profile of many variants": lambda: profile_page(
@@ -107,9 +96,7 @@ def pages() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_nothing_overflows_and_nothing_is_complained_about(
-    browser: str, pages: dict[str, str], tmp_path: Path, dark: bool
-) -> None:
+def test_nothing_overflows_and_nothing_is_complained_about(pages: dict[str, str], tmp_path: Path, dark: bool) -> None:
     """Every page at every width, all of its parts opened. Tables wider than the screen scroll in their own box. In the
     dark, where colours alone are others, at one width."""
     widths = WIDTHS[:1] if dark else WIDTHS
@@ -122,10 +109,9 @@ def test_nothing_overflows_and_nothing_is_complained_about(
     host = tmp_path / "host.html"
     host.write_text(HOST % "\n".join(frames))
     colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    shown = subprocess.run(
-        [browser, *FLAGS, *colours, f"--user-data-dir={tmp_path / 'profile'}", host.as_uri()],
-        capture_output=True, text=True, timeout=WAIT_S, check=True,
-    )  # fmt: skip
+    shown = run_child(
+        [find_browser(), *FLAGS, *colours, f"--user-data-dir={tmp_path / 'profile'}", host.as_uri()], check=True
+    )
     complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
     assert complaints == []
     said = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout, re.DOTALL)

@@ -5,7 +5,6 @@ Only the server has the package: devices run what it sends.
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ import pytest
 
 from fedvit import plugins
 from fleet.contracts import LAWS
+from tests.support.children import run_child
 from tests.support.packages import build_and_install
 from tests.support.programs import Stage, program, toml
-from tests.support.waiting import WAIT_S
 
 PACKAGE = "fedvit-example-extras"
 SOURCE = Path(__file__).parents[2] / "examples" / PACKAGE
@@ -58,9 +57,7 @@ def call(environment: Mapping[str, str], folder: Path, module: str, *words: str)
 
 
 def execute(environment: Mapping[str, str], folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        words, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=WAIT_S
-    )
+    done = run_child(words, env={**os.environ, **environment}, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

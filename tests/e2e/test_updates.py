@@ -25,6 +25,7 @@ from fedvit.minisign import format_minisign_key
 from fedvit.publisher import PublisherKey
 from fedvit.releases import Package, decode_list, encode_list, hash_file
 from tests.support.brokers import make_certificate
+from tests.support.children import run_child
 from tests.support.cutting_server import cutting
 from tests.support.installations import PYTHON, Device, Publisher, describe, draw_kills, flip_bit
 from tests.support.programs import Stage, wait_for
@@ -271,12 +272,9 @@ def test_installation_that_is_not_ones_own(device: Device) -> None:
     done = device.run("update", FEDVIT_INSTALLED="")
     assert done.returncode == 2  # no folder of releases is known
     describe(done, "FV1467", "--update-key")
-    done = subprocess.run(
+    done = run_child(
         [device.root / "bin" / "python", "-P", "-m", "edge_client.cli", "update"],
         env={name: value for name, value in device.environment.items() if not name.startswith("FEDVIT_")},
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
     )
     describe(done, "FV1461", "install.sh")
 

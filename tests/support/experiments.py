@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coordinator.config import TrackersConfig
+from coordinator.record.record import open_record
 from coordinator.record.rounds import RecordedRounds
 from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
@@ -132,3 +133,9 @@ def main() -> None:
         RecordedRounds.close = die_or_close  # type: ignore[method-assign]
 
     run_experiment(Path(file), Path(out), graph_cache=Path(graph_cache), begin=begin)
+
+
+def read_closed(home: Path) -> list[tuple[int, str]]:
+    """Return the closed rounds of the run `run`, and when each was closed."""
+    with open_record(home / "runs") as store:
+        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]

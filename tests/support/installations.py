@@ -16,6 +16,7 @@ from pathlib import Path
 from coordinator.operations.releasing import publish
 from fedvit.publisher import PublisherKey
 from fedvit.releases import pack_folder
+from tests.support.children import run_child
 from tests.support.waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[2]
@@ -93,13 +94,7 @@ class Device:
 
     def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run edge-client to its end."""
-        return subprocess.run(
-            [self.program, *arguments],
-            env={**self.environment, **variables},
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
+        return run_child([self.program, *arguments], env={**self.environment, **variables})
 
     def update(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return self.run("update", *arguments, **variables)

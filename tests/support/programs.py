@@ -25,6 +25,7 @@ from coordinator.security.broker.process import claim_port
 from fedvit.errors import FedvitError
 from fedvit.wire.messages import AnyMessage, decode
 from fleet.processes import program as program
+from tests.support.children import run_child
 from tests.support.forked import Forked
 from tests.support.waiting import WAIT_S, wait_until
 
@@ -280,8 +281,6 @@ def toml(values: dict[str, Any]) -> str:
 
 def said(stage: Stage, module: str, *arguments: str) -> str:
     """Standard output of a command that succeeds."""
-    done = subprocess.run(
-        [*program(module), *arguments], env=stage.environment, capture_output=True, text=True, timeout=WAIT_S
-    )
+    done = run_child([*program(module), *arguments], env=stage.environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -7,7 +7,7 @@ notes its calls.
 import subprocess
 from pathlib import Path
 
-from tests.support.waiting import WAIT_S
+from tests.support.children import run_child
 
 _ENTER = """
 for folder in opt etc boot srv run var/lib; do mount --bind "$1/$folder" "/$folder"; done
@@ -38,10 +38,7 @@ class Root:
         """Run a script of sh there as root."""
         command = ["unshare", "--map-root-user", "--mount", "sh", "-ec", _ENTER + script, "sh", self.home]
         path = f"{self.home}/programs:/usr/sbin:/usr/bin:/sbin:/bin"
-        return subprocess.run(
-            command, env={"PATH": path, "LC_ALL": "C"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=WAIT_S, check=False,
-        )  # fmt: skip
+        return run_child(command, env={"PATH": path, "LC_ALL": "C"}, stdin=subprocess.DEVNULL)
 
     def take_calls(self) -> list[str]:
         """Return the calls of systemctl since the last time."""

@@ -343,3 +343,9 @@ def assert_moved_by(stage: Stage, first: Tensors, step: float) -> None:
     assert model.keys() == first.keys()
     for name, value in first.items():
         np.testing.assert_allclose(model[name], value + step, atol=1e-5, err_msg=name)
+
+
+def fails_once(device: Fake, task: Task) -> None:
+    """Fail the first task, and be honest after it."""
+    device.on_task = honest
+    device.fail(task, "its disk is full")

@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from bench.isa import ISAS, restrict
 from fedvit.errors import FedvitError
+from tests.support.children import run_child
 from tests.support.codes import has_code
 
 _FEATURES = "import json, numpy; print(json.dumps(numpy._core._multiarray_umath.__cpu_features__))"
@@ -23,9 +23,7 @@ def test_libraries_see_avx2_alone(isa: str, tmp_path: Path) -> None:
             restrict(isa, tmp_path)
         return
     environment = {**os.environ, **restrict(isa, tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _FEATURES], env=environment, capture_output=True, text=True, check=True
-    )
+    done = run_child([sys.executable, "-c", _FEATURES], env=environment, check=True)
     seen = {name for name, is_there in json.loads(done.stdout).items() if is_there}
     assert {"AVX2", "FMA3"} <= seen
     assert not {name for name in seen if name.startswith(("AVX512", "X86_V4"))}

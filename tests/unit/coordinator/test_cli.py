@@ -28,6 +28,7 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.models import build_vit
 from fedvit.resources import ResourceUse
 from fedvit.wire import messages
+from tests.support.children import run_child
 from tests.support.codes import has_code
 from tests.support.event_files import scalars
 from tests.support.forked import ForkedWorker
@@ -439,9 +440,7 @@ def test_a_mistyped_name_is_refused_before_torch_is_imported(arguments: list[str
         "import sys\nfrom coordinator.cli import cli\ntry: cli(sys.argv[1:], standalone_mode=False)\n"
         "except Exception as error: print(error)\nprint('imported', {'torch', 'timm', 'numpy'} & sys.modules.keys())"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True, timeout=WAIT_S
-    )
+    ended = run_child([sys.executable, "-c", script, *arguments], check=True)
     assert complaint in ended.stdout
     assert ended.stdout.endswith("imported set()\n"), ended.stdout
 
@@ -678,10 +677,7 @@ def test_a_run_is_submitted_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [["submit"], ["plan", "--device", "rpi5-8"], ["methods", "eftvit"]])
 def test_other_commands_refuse_a_wrong_value_without_torch(command: list[str], tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path)] if command == ["submit"] else []
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *command, *runs, "-o", "lr=-1"],
-        capture_output=True, text=True, timeout=WAIT_S, check=False,
-    )  # fmt: skip
+    done = run_child([sys.executable, "-c", WITHOUT_TORCH, *command, *runs, "-o", "lr=-1"])
     assert "option lr = -1 of method" in one_line(done, 2)
 
 
@@ -693,9 +689,7 @@ def test_a_writer_whose_library_is_missing_is_refused(command: list[str], tmp_pa
     """Before anything is opened, in one line that says what to install."""
     blocked = "import sys; sys.modules['mlflow'] = None; from coordinator.cli import main; main()"
     arguments = [*command, "--runs", str(tmp_path / "runs"), "--trackers.writer", "mlflow"]
-    done = subprocess.run(
-        [sys.executable, "-c", blocked, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
+    done = run_child([sys.executable, "-c", blocked, *arguments])
     assert "writers: 'mlflow' needs the package 'mlflow'" in one_line(done, 2)
     assert "pip install 'fedvit[mlflow]'" in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.link import resending
+from edge_client.sandbox.launcher import Launcher
 from fedvit.data.folder import DeviceData
 from tests.support.agents import Log, World
 from tests.support.once import make_once
@@ -83,3 +84,10 @@ def worlds(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 def world(worlds: Callable[[], World]) -> World:
     return worlds()
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.close()

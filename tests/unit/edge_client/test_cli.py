@@ -30,6 +30,7 @@ from fedvit.transport.mqtt import MqttTransport
 from fedvit.wire.messages import Hello, decode
 from fedvit.wire.topics import Topics
 from tests.support.brokers import mosquitto, served
+from tests.support.children import run_child
 from tests.support.speeds import some_speed
 from tests.support.waiting import WAIT_S
 
@@ -57,14 +58,7 @@ def environment(home: Path) -> dict[str, str]:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [*PROGRAM, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            env=environment(tmp_path / "home"),
-            cwd=tmp_path,
-        )
+        return run_child([*PROGRAM, *map(str, arguments)], env=environment(tmp_path / "home"), cwd=tmp_path)
 
     return run
 

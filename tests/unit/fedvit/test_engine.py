@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from tests.support.children import run_child
 from tests.support.waiting import WAIT_S
 
 MIB = 2**20
@@ -54,9 +55,7 @@ def test_the_arenas_memory_is_given_back(tmp_path: Path) -> None:
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     onnx.save(model, tmp_path / "big.onnx")
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "big.onnx")], capture_output=True, text=True, check=False
-    )
+    done = run_child([sys.executable, "-c", CHILD, str(tmp_path / "big.onnx")])
     assert done.returncode == 0, done.stderr
     before, closed, after, total = map(float, done.stdout.split())
     assert total == 27 * 2**22

@@ -13,6 +13,7 @@ import pytest
 
 from fedvit.logs import JsonFormatter, KeyValueFormatter, log_fields
 from fedvit.task_names import TaskName
+from tests.support.children import run_child
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
@@ -73,9 +74,7 @@ logging.getLogger("fedvit.x").warning("shown", extra={"round": 1})
 def test_logging_goes_to_a_file_and_to_standard_error(tmp_path: Path, where: str) -> None:
     """In a process of its own: the root logger is one for all. The folder of the file is made."""
     file = tmp_path / "logs" / "device.log"
-    done = subprocess.run(
-        [sys.executable, "-c", CONFIGURE, str(file), where], capture_output=True, text=True, check=True
-    )
+    done = run_child([sys.executable, "-c", CONFIGURE, str(file), where], check=True)
     written = file.read_text()
     assert re.fullmatch(DATE + r" W shown  round=1\n", written)
     assert done.stderr == (written if where == "stderr" else "")

@@ -32,6 +32,7 @@ from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL, build_vit
 from fleet.devices import device_folders
 from fleet.partition import DealSettings, deal
+from tests.support.method_steps import make_context
 from tests.support.uploads import upload
 
 MODEL = {"image_size": 16, "patch_size": 8, "width": 32, "depth": 1, "heads": 2}
@@ -47,15 +48,7 @@ def job(method: str) -> Job:
 
 
 def context() -> RoundContext:
-    return RoundContext(
-        round=1,
-        seed=0,
-        lr_scale=1.0,
-        vit=build_vit(SMALL, 4, seed=0, options=MODEL),
-        accelerator="cpu",
-        load=lambda digest: {},
-        progress=lambda line: None,
-    )
+    return make_context(build_vit(SMALL, 4, seed=0, options=MODEL))
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,12 @@ from coordinator.compute.checkpoint import find_needed_blobs, load_state, save_s
 from coordinator.compute.planning.planner import Plan, make_plan
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.base import ServerState, Upload
 from fedvit.methods.rules.generator_update import GeneratorUpdate
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models import SMALL
 from fedvit.tensors import pack, unpack
+from tests.support.method_steps import make_context
 from tests.support.runs import Configure
 
 
@@ -122,7 +123,7 @@ def test_generator_and_embeddings_are_written_at_the_end_of_a_run(tmp_path: Path
     vit = build_model(method, SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "heads": 2})
     rule = method.server_rule(vit)
     assert isinstance(rule, GeneratorUpdate)
-    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    context = make_context(vit)
     uploads = [Upload("a", 2, "", lambda: {"prompts.tokens": np.ones((3, 8), np.float32)})]
     state, _ = rule.close(ServerState({}, rule.begin(0)), uploads, context)
     write_models(tmp_path, state, rule, ["a", "b"], 0)

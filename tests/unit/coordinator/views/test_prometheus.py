@@ -41,7 +41,7 @@ from tests.support.agents import World
 from tests.support.models import FIRST, compare_on
 from tests.support.postgresql import Postgresql
 from tests.support.records import RUN, begin_run
-from tests.support.runs import Fake, Stage, Task, honest
+from tests.support.runs import Stage, fails_once
 
 DEPLOY = Path(__file__).parents[4] / "deploy"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -92,11 +92,6 @@ def collector_of(stage: Stage) -> CoordinatorCollector:
 
 def find_causes(observed: Observed) -> list[str]:
     return [cause.cause for cause in find_condition(observed).causes]
-
-
-def fails_once(device: Fake, task: Task) -> None:
-    device.on_task = honest
-    device.fail(task, "its disk is full")
 
 
 def test_metrics_of_a_run(stage: Stage) -> None:

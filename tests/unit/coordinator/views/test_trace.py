@@ -15,12 +15,7 @@ from fedvit.errors import ConfigError
 from fedvit.logs import json_line
 from fedvit.task_names import TaskName
 from tests.support.codes import has_code
-from tests.support.runs import Fake, Stage, Task, honest
-
-
-def fails_once(device: Fake, task: Task) -> None:
-    device.on_task = honest
-    device.fail(task, "its disk is full")
+from tests.support.runs import Stage, fails_once
 
 
 def run_trace(*arguments: object) -> str:

@@ -29,13 +29,6 @@ from tests.support.waiting import wait_until
 SEEDS = Seeds(run=1, round=1, device="pi")
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
-
-
 @pytest.fixture
 def sandbox(launcher: Launcher, made: Path, tmp_path: Path) -> Iterator[Sandbox]:
     sandbox = Sandbox(launcher, threads=1, readable=(made, tmp_path))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 from edge_client.storage.repair import repair_run
 from edge_client.storage.vault import Vault
 from fedvit.errors import BadPayload, StorageFailed
+from tests.support.children import run_child
 from tests.support.codes import has_code
 from tests.support.vaults import RUN, content, personal, residual, result, task, work
-from tests.support.waiting import WAIT_S
 
 ACCIDENTS = """
 # For n = 0, 1, ...: in a copy of the vault BASE, commit round 2 and let an accident happen at the n-th
@@ -157,12 +156,7 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
     base.commit(result(1), personal(1), personal(1), base.residual(RUN))
     before, after = (1, 1, [(RUN, 1)]), (2, 2, [(RUN, 2)])
     (tmp_path / "out").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", ACCIDENTS, accident, str(base.folder), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-    )
+    done = run_child([sys.executable, "-c", ACCIDENTS, accident, str(base.folder), str(tmp_path / "out")])
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert lines, done.stderr
     assert lines[-1]["untouched"], done.stderr
@@ -195,9 +189,7 @@ def test_an_accident_at_any_point_leaves_the_old_state_or_the_new(tmp_path: Path
 def test_a_full_disk_is_named_and_the_old_state_stands(vault: Vault) -> None:
     vault.commit(result(1), personal(1))
     before = sorted(vault.folder.rglob("*"))
-    done = subprocess.run(
-        [sys.executable, "-c", DISK_FULL, str(vault.folder)], capture_output=True, text=True, timeout=WAIT_S
-    )
+    done = run_child([sys.executable, "-c", DISK_FULL, str(vault.folder)])
     assert done.stdout.startswith(f"cannot write {vault.folder / RUN / 'round-2-'}"), done.stderr
     assert "File too large" in done.stdout
     assert content(vault) == (1, 1, [(RUN, 1)])

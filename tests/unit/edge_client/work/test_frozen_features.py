@@ -1,7 +1,7 @@
 """Training on kept features is training on the images."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +149,6 @@ def test_an_image_that_cannot_be_read_is_left_out(
         got = train(setting, images, folder)
         assert got.samples == len(own.train) - 1
         assert_close(got, want)
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

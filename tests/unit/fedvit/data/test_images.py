@@ -1,7 +1,6 @@
 import io
 import json
 import struct
-import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -27,6 +26,7 @@ from fedvit.data.images import (
 )
 from fedvit.errors import DataError
 from fedvit.program import Batch
+from tests.support.children import run_child
 from tests.support.codes import has_code
 
 PLAIN = {"image_size": 4, "patch_size": 2, "batch_size": 2, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -254,9 +254,7 @@ class TestReadImage:
         save_image(tmp_path / "small.jpg", Image.new("L", (16, 16)))
         least = limit_decoded_bytes(1)
         assert header_problem(path, decoded_bytes=least) is None
-        child = subprocess.run(
-            [sys.executable, "-c", _PEAK_CHILD, str(path), str(least)], capture_output=True, text=True, check=True
-        )
+        child = run_child([sys.executable, "-c", _PEAK_CHILD, str(path), str(least)], check=True)
         mean, grown_bytes = json.loads(child.stdout)
         assert abs(mean - 200) <= 1
         assert grown_bytes < 3 * least

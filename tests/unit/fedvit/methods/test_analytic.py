@@ -29,7 +29,7 @@ from fedvit.methods.analytic import (
     count_gram_values,
     find_unit,
 )
-from fedvit.methods.base import Images, RoundContext, ServerState, Upload
+from fedvit.methods.base import Images, ServerState, Upload
 from fedvit.methods.rules.weighted_mean import weight_deltas
 from fedvit.methods.sketch import expand_weights, sketch_features
 from fedvit.methods.step import example_inputs, whole_step
@@ -40,6 +40,7 @@ from fedvit.secure.layout import Layout, add_plainly, make_training_payload, rea
 from fedvit.tensors import Array, Tensors
 from fedvit.wire.messages import SumTerms
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.quadratic import after
 from tests.support.steps import Session
 from tests.support.tiny import make_tiny
@@ -123,7 +124,7 @@ class Server:
         uploads = [
             Upload(device, sent.images, device, partial(dict, sent.means)) for device, sent in sorted(sums.items())
         ]
-        context = RoundContext(1, 0, 1.0, self._vit, "cpu", lambda digest: {}, lambda line: None)
+        context = make_context(self._vit)
         self.state, self.figures = self.rule.close(self.state, uploads, context)
         return {name: value for name, value in self.state.tensors.items() if name.startswith("head.")}
 

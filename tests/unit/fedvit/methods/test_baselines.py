@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import PREDICT, UPDATE, Images, Method, RoundContext, ServerState, Upload, list_trained
+from fedvit.methods.base import PREDICT, UPDATE, Images, Method, ServerState, Upload, list_trained
 from fedvit.methods.calculus import Named
 from fedvit.methods.step import example_inputs, steps_of, whole_step
 from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Batch, Evaluate, Role, Train
+from tests.support.method_steps import make_context
 from tests.support.steps import whole
 
 HALF = (0.5, 0.5, 0.5)
@@ -107,11 +108,8 @@ def server(method: Method, vit: PatchViT, start: Named, devices: Sequence[tuple[
         )
         for number, (samples, end) in enumerate(devices)
     ]
-    context = RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu", load=lambda digest: {}, progress=lambda line: None
-    )
     state = ServerState({name: start[f"tensor/{name}"].numpy() for name in names})
-    return method.server_rule(vit).close(state, uploads, context)[0].tensors
+    return method.server_rule(vit).close(state, uploads, make_context(vit))[0].tensors
 
 
 def rows(inputs: Named, first: int, last: int) -> Inputs:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from fedvit.errors import EmptyCohort
-from fedvit.methods.base import RoundContext, ServerState
+from fedvit.methods.base import ServerState
 from fedvit.methods.caff import CAFF
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
+from tests.support.method_steps import make_context
 from tests.support.uploads import upload
 
 DEPTH = 3
@@ -20,13 +21,6 @@ LAYERS = {"a": 1, "b": 2, "c": 2, "none": 3}
 def deep() -> PatchViT:
     options = {"image_size": 16, "patch_size": 8, "width": 8, "depth": DEPTH, "heads": 2}
     return build_vit(SMALL, 3, seed=0, options=options)
-
-
-def make_context(vit: PatchViT) -> RoundContext:
-    return RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -14,6 +14,7 @@ from fedvit.methods.rules.distillation import Distillation, draw_batches
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.vit import PatchViT
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.quadratic import BATCH, small
 from tests.support.uploads import upload
 
@@ -32,11 +33,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> ServerImages:
     return ServerImages(folder, BATCH)
 
 
-def make_context(vit: PatchViT, images: ServerImages | None) -> RoundContext:
-    return RoundContext(
-        round=2, seed=5, lr_scale=1.0, vit=vit, accelerator="cpu", images=images,
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
+def make_context_with(vit: PatchViT, images: ServerImages | None) -> RoundContext:
+    return make_context(vit, 2)._replace(seed=5, images=images)
 
 
 def make_state(vit: PatchViT) -> tuple[ServerState, list[Upload], dict[str, dict[str, torch.Tensor]]]:
@@ -63,7 +61,7 @@ def test_a_server_step_is_that_of_a_plain_loop(images: ServerImages) -> None:
     vit = small()
     state, uploads, ends = make_state(vit)
     rule = make_method("feddf", {"server_steps": STEPS, "server_batch_size": SIZE, "server_lr": LR}).server_rule(vit)
-    after, figures = rule.close(state, uploads, make_context(vit, images))
+    after, figures = rule.close(state, uploads, make_context_with(vit, images))
     student = {
         name: (0.75 * ends["a"][name] + 0.25 * ends["b"][name]).clone().requires_grad_() for name in vit.tensors()
     }
@@ -93,7 +91,7 @@ def test_the_student_answers_more_like_the_devices_together_than_their_mean_does
     state, uploads, ends = make_state(vit)
     rule = Distillation(steps=100, batch_size=8, lr=0.01)
     distilled, mean = (
-        one.close(state, uploads, make_context(vit, images))[0].tensors for one in (rule, WeightedMean())
+        one.close(state, uploads, make_context_with(vit, images))[0].tensors for one in (rule, WeightedMean())
     )
     rows = np.arange(8)
     with torch.no_grad():
@@ -126,6 +124,6 @@ def test_without_images_or_devices_there_is_no_step(images: ServerImages) -> Non
     state, uploads, _ = make_state(vit)
     rule = Distillation(steps=1, batch_size=1, lr=0.1)
     with pytest.raises(ConfigError, check=has_code("FV2131")):
-        rule.close(state, uploads, make_context(vit, None))
+        rule.close(state, uploads, make_context_with(vit, None))
     with pytest.raises(EmptyCohort):
-        rule.close(state, uploads[2:], make_context(vit, images))
+        rule.close(state, uploads[2:], make_context_with(vit, images))

@@ -24,6 +24,7 @@ from fedvit.tensors import Array, TensorFile, Tensors, pack, unpack
 from fedvit.updates import Decoded, make_codec
 from profiles.probes.host import peak_rss_bytes
 from tests.support.forked import FORKS
+from tests.support.method_steps import make_context
 
 CLASSES, WIDTH = 4, 16
 OPTIONS = {"image_size": 32, "patch_size": 8, "width": WIDTH, "depth": 3, "heads": 2}
@@ -65,15 +66,7 @@ class Shelf:
         return self.content[digest]
 
     def context(self, vit: PatchViT, number: int = 1, *, seed: int = 0, lr_scale: float = 1.0) -> RoundContext:
-        return RoundContext(
-            round=number,
-            seed=seed,
-            lr_scale=lr_scale,
-            vit=vit,
-            accelerator="cpu",
-            load=self.load,
-            progress=lambda line: None,
-        )
+        return make_context(vit, number)._replace(seed=seed, lr_scale=lr_scale, load=self.load)
 
 
 def torch_training(

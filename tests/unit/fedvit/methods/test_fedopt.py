@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from fedvit.methods import make_method
-from fedvit.methods.base import RoundContext, ServerRule, ServerState
+from fedvit.methods.base import ServerRule, ServerState
 from fedvit.tensors import Array
+from tests.support.method_steps import make_context
 from tests.support.quadratic import small
 from tests.support.uploads import upload
 
@@ -13,18 +14,11 @@ UPDATES = (np.array([1.0, -0.5]), np.array([0.3, 0.1]), np.array([-2.0, 0.02]))
 RATE, BETA1, BETA2, TAU = 0.1, 0.9, 0.99, 1e-3
 
 
-def context(number: int) -> RoundContext:
-    return RoundContext(
-        round=number, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
-
-
 def run(rule: ServerRule) -> Array:
     """One device's updates, one a round."""
     state = ServerState({"x": np.zeros(2)})
     for number, update in enumerate(UPDATES, 1):
-        state, _ = rule.close(state, [upload("a", 5, {"x": update})], context(number))
+        state, _ = rule.close(state, [upload("a", 5, {"x": update})], make_context(small(), number))
     return state.tensors["x"]
 
 
@@ -61,21 +55,21 @@ def test_fednova_divides_each_update_by_its_steps() -> None:
     rule = make_method("fednova", {"epochs": 2, "batch_size": 4}).server_rule(small())
     updates = {"a": (3, np.array([1.0])), "b": (9, np.array([6.0])), "none": (0, np.array([0.0]))}
     uploads = [upload(device, images, {"x": update}) for device, (images, update) in updates.items()]
-    state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, context(1))
+    state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, make_context(small(), 1))
     mean_steps = 0.25 * 2 + 0.75 * 6
     np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 2 + 0.75 * 6.0 / 6)])
     # fednova divides by the steps that devices have counted: Devices of variants have other epochs, and a cap of
     # samples changes no steps
     rule = make_method("fednova", {"epochs": 2, "batch_size": 4}).server_rule(small())
     uploads = [upload("a", 3, {"x": np.array([1.0])}, steps=5), upload("b", 9, {"x": np.array([6.0])}, steps=2)]
-    state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, context(1))
+    state, _ = rule.close(ServerState({"x": np.zeros(1)}), uploads, make_context(small(), 1))
     mean_steps = 0.25 * 5 + 0.75 * 2
     np.testing.assert_allclose(state.tensors["x"], [mean_steps * (0.25 * 1.0 / 5 + 0.75 * 6.0 / 2)])
     uploads = [upload("a", 5, {"x": np.array([1.0])}), upload("b", 7, {"x": np.array([3.0])})]
     after = [
         make_method(name, {"batch_size": 8})
         .server_rule(small())
-        .close(ServerState({"x": np.zeros(1)}), uploads, context(1))
+        .close(ServerState({"x": np.zeros(1)}), uploads, make_context(small(), 1))
         for name in ("fednova", "fedavg")
     ]
     np.testing.assert_allclose(after[0][0].tensors["x"], after[1][0].tensors["x"])

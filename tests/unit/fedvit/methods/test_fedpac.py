@@ -5,11 +5,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from fedvit.methods.base import RoundContext, ServerState
+from fedvit.methods.base import ServerState
 from fedvit.methods.class_sums import KNOWN, PROTOTYPES, SUMS, find_unit
 from fedvit.methods.fedpac import FedPAC, MixedHeads, mix_heads
 from fedvit.program import Role
 from fedvit.tensors import Array
+from tests.support.method_steps import make_context
 from tests.support.quadratic import small
 from tests.support.uploads import upload
 
@@ -58,11 +59,7 @@ def test_devices_mix_the_heads_of_those_with_like_features() -> None:
         variances.append((np.square(features).sum(axis=1).mean() - np.square(means[-1]).sum()) / 40)
     tensors = {SUMS: np.zeros((CLASSES, WIDTH + 2)), PROTOTYPES: np.zeros((CLASSES, WIDTH)), KNOWN: np.zeros(CLASSES)}
     state = ServerState({**tensors, "body": np.zeros(2)}, rule.begin(0))
-    context = RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
-    after, _ = rule.close(state, uploads, context)
+    after, _ = rule.close(state, uploads, make_context(vit))
     np.testing.assert_allclose(after.tensors["body"], 1)
     mixes = mix_heads(np.stack(means), np.array(variances))
     for own, device in enumerate("abc"):

@@ -4,12 +4,13 @@ import numpy as np
 import torch
 
 from fedvit.methods import make_method
-from fedvit.methods.base import Images, RoundContext, ServerState
+from fedvit.methods.base import Images, ServerState
 from fedvit.methods.class_sums import IMAGES, KNOWN, PROTOTYPES, SUM_UP, SUMS, TOTAL, read_features
 from fedvit.methods.fedproto import FedProto
-from fedvit.methods.step import example_inputs, whole_step
+from fedvit.methods.step import example_inputs
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
+from tests.support.method_steps import make_context, run_step
 from tests.support.quadratic import BATCH, Inputs, in_double, small
 from tests.support.steps import whole
 from tests.support.uploads import upload
@@ -24,15 +25,10 @@ def inputs_of(method: FedProto, vit: PatchViT, graph: str = "train") -> Inputs:
     return inputs | {"hyper/lr": torch.tensor(LR, dtype=torch.float64), f"tensor/{KNOWN}": known}
 
 
-def step(method: FedProto, vit: PatchViT, inputs: Inputs, graph: str = "train") -> Inputs:
-    [phase] = [phase for phase in method.phases(vit) if phase.graph == graph]
-    return whole_step(method, vit, whole(phase))(inputs)
-
-
 def test_a_step_pulls_features_to_the_prototypes_that_are_known() -> None:
     vit, method = small(), FedProto(lam=LAM)
     inputs = inputs_of(method, vit)
-    after = step(method, vit, inputs)
+    after = run_step(method, vit, inputs)
     leaves = {name: inputs[f"tensor/{name}"].clone().requires_grad_() for name in vit.tensors()}
     features, logits = read_features(vit, leaves, Images(inputs["batch/patches"], None))
     labels, weight = inputs["batch/labels"], inputs["batch/weight"]
@@ -58,7 +54,7 @@ def test_prototypes_are_the_means_of_all_devices_images() -> None:
             inputs["batch/labels"] %= 3
             inputs |= {f"tensor/{name}": value.double() * (1.0 + device) for name, value in vit.tensors().items()}
             inputs |= {f"slot/{TOTAL}/{SUMS}": total, f"slot/{IMAGES}/{SUMS}": images}
-            after = step(method, vit, inputs, SUM_UP)
+            after = run_step(method, vit, inputs, SUM_UP)
             total, images = after[f"new/slot/{TOTAL}/{SUMS}"], after[f"new/slot/{IMAGES}/{SUMS}"]
             real = inputs["batch/weight"] > 0
             tensors = {name: inputs[f"tensor/{name}"] for name in vit.tensors()}
@@ -66,11 +62,7 @@ def test_prototypes_are_the_means_of_all_devices_images() -> None:
             labels_of.append(inputs["batch/labels"][real])
         uploads.append(upload(f"device-{device}", int(images[0, 0]), {SUMS: after[f"new/tensor/{SUMS}"].numpy()}))
     before = {SUMS: np.zeros((4, vit.width + 1)), PROTOTYPES: np.full((4, vit.width), 7.0), KNOWN: np.zeros(4)}
-    context = RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
-    state, _ = method.server_rule(vit).close(ServerState(before), uploads, context)
+    state, _ = method.server_rule(vit).close(ServerState(before), uploads, make_context(vit))
     features, labels = torch.cat(features_of), torch.cat(labels_of)
     for label in range(3):
         want = features[labels == label].mean(dim=0)
@@ -102,7 +94,7 @@ def test_prototypes_bring_features_of_a_class_together() -> None:
         method = FedProto(lam=lam)
         inputs = inputs_of(method, vit)
         for _ in range(20):
-            after = step(method, vit, inputs)
+            after = run_step(method, vit, inputs)
             inputs |= {name.removeprefix("new/"): v for name, v in after.items() if name.startswith("new/")}
         tensors = {name: inputs[f"tensor/{name}"] for name in vit.tensors()}
         features, _ = read_features(vit, tensors, Images(inputs["batch/patches"], None))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError, EmptyCohort
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import Images, RoundContext, ServerState, check_fits
+from fedvit.methods.base import Images, ServerState, check_fits
 from fedvit.methods.calculus import Named
 from fedvit.methods.fed_lora import FedLora
 from fedvit.methods.fedra import ORDERS, FedRA
@@ -16,6 +16,7 @@ from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Draw, Role
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.quadratic import BATCH, in_double
 from tests.support.steps import whole
 from tests.support.uploads import upload
@@ -161,13 +162,6 @@ def test_it_is_tested_with_the_whole_model(vit: PatchViT) -> None:
 # --- the server ---------------------------------------------------------------------------------------
 
 
-def context(vit: PatchViT, number: int = 1) -> RoundContext:
-    return RoundContext(
-        round=number, seed=0, lr_scale=1.0, vit=vit, accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
-
-
 def test_a_block_is_averaged_over_those_who_trained_it(vit: PatchViT) -> None:
     draw, images = np.random.default_rng(0), {"a": 6, "b": 2, "c": 4, "none": 0}
     methods = {device: in_round(FedRA(layers=2, rank=2), vit, device, 1) for device in images}
@@ -180,7 +174,7 @@ def test_a_block_is_averaged_over_those_who_trained_it(vit: PatchViT) -> None:
     }
     uploads = [upload(device, images[device], tensors) for device, tensors in deltas.items()]
     rule = FedRA().server_rule(vit)
-    after, _ = rule.close(state, uploads, context(vit))
+    after, _ = rule.close(state, uploads, make_context(vit))
     for name, before in state.tensors.items():
         senders = [device for device in "abc" if name in deltas[device]]
         total = sum(images[device] for device in senders)
@@ -189,7 +183,7 @@ def test_a_block_is_averaged_over_those_who_trained_it(vit: PatchViT) -> None:
     trained = {len([device for device in "abc" if block in methods[device].list_blocks(vit)]) for block in range(DEPTH)}
     assert len(trained) > 1
     with pytest.raises(EmptyCohort):
-        rule.close(state, uploads[3:], context(vit))
+        rule.close(state, uploads[3:], make_context(vit))
 
 
 def test_weak_devices_with_drawn_blocks_are_worth_more_than_none() -> None:
@@ -225,7 +219,7 @@ def test_weak_devices_with_drawn_blocks_are_worth_more_than_none() -> None:
                 sent = method.names_with(model, Role.SHARED)
                 deltas = {name: inputs[f"tensor/{name}"].numpy() - state.tensors[name] for name in sent}
                 uploads.append(upload(device, len(labels), deltas))
-            state, _ = rule.close(state, uploads, context(model, number))
+            state, _ = rule.close(state, uploads, make_context(model, number))
         images = Images(test[0], None)
         tensors = {name: torch.from_numpy(value) for name, value in state.tensors.items()}
         answers = FedRA(rank=2).predict(model, tensors, images, None).argmax(dim=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import Gathered, Images, Method, RoundContext, ServerState, Upload
+from fedvit.methods.base import Gathered, Images, Method, ServerState, Upload
 from fedvit.methods.generators.hypernetwork import Hypernetwork
 from fedvit.methods.knn_per import mixture
 from fedvit.methods.novel import phases_of, server_rule_of
@@ -18,6 +18,7 @@ from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Gather, Role
 from fedvit.tensors import Tensors
+from tests.support.method_steps import make_context
 
 OPTIONS = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2, "mlp_ratio": 2.0, "qkv_bias": False}
 
@@ -172,7 +173,7 @@ def test_a_round_moves_the_mean_and_the_generator() -> None:
     rule = method.server_rule(vit)
     state = ServerState(start, rule.begin(0))
     delta = {name: np.full(tuple(value.shape), 0.5, np.float32) for name, value in vit.tensors().items()}
-    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    context = make_context(vit)
     after, figures = rule.close(state, [Upload("a", 2, "", lambda: delta)], context)
     assert set(after.tensors) == shared
     assert shared.isdisjoint(generated)

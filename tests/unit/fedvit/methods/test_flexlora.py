@@ -8,7 +8,7 @@ import torch
 
 from fedvit.errors import ConfigError, EmptyCohort
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import Images, RoundContext, ServerState
+from fedvit.methods.base import Images, ServerState
 from fedvit.methods.flexlora import FlexLora, SplitMean
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import example_inputs, whole_step
@@ -17,6 +17,7 @@ from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from fedvit.tensors import Array
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.quadratic import BATCH, Inputs, in_double, small
 from tests.support.steps import whole
 from tests.support.uploads import upload
@@ -31,13 +32,6 @@ RANKS = {"a": 1, "b": 4, "c": 2, "none": 4}
 @pytest.fixture(scope="module")
 def vit() -> PatchViT:
     return build_model(make_method("flexlora", {"rank": RANK}), SMALL, 3, seed=0, options=MODEL).double()
-
-
-def context() -> RoundContext:
-    return RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
 
 
 # --- the device ---------------------------------------------------------------------------------------
@@ -128,7 +122,7 @@ def test_each_rank_gets_the_best_split_of_the_mean_of_products() -> None:
         uploads.append(
             upload(device, IMAGES[device], {name: end - state.tensors[name] for name, end in ends[device].items()})
         )
-    after, figures = SplitMean().close(state, uploads, context())
+    after, figures = SplitMean().close(state, uploads, make_context(small()))
     mean, bias = torch.zeros(6, 7, dtype=torch.float64), np.zeros(3)
     for device in "abc":
         a, b = (torch.from_numpy(ends[device][name]) for name in name_factors(RANKS[device]))
@@ -145,14 +139,14 @@ def test_each_rank_gets_the_best_split_of_the_mean_of_products() -> None:
     assert figures["products_kept"] == pytest.approx(kept)
     assert figures["products_kept"] < 1
     with pytest.raises(EmptyCohort):
-        SplitMean().close(state, uploads[3:], context())
+        SplitMean().close(state, uploads[3:], make_context(small()))
 
 
 def test_a_rank_above_the_models_width_is_filled_up_with_zeros() -> None:
     draw, (a, b) = np.random.default_rng(0), name_factors(RANK)
     state = ServerState({a: np.zeros((RANK, 3), np.float32), b: np.zeros((6, RANK), np.float32)})
     own = {a: draw.normal(size=(RANK, 3)), b: draw.normal(size=(6, RANK))}
-    after, figures = SplitMean().close(state, [upload("a", 4, own)], context())
+    after, figures = SplitMean().close(state, [upload("a", 4, own)], make_context(small()))
     np.testing.assert_allclose(after.tensors[b] @ after.tensors[a], own[b] @ own[a], atol=1e-5)
     assert {name: (value.shape, value.dtype) for name, value in after.tensors.items()} == {
         name: (value.shape, value.dtype) for name, value in state.tensors.items()
@@ -167,7 +161,9 @@ def test_the_mean_of_products_is_not_the_product_of_means() -> None:
     state = ServerState({a: np.zeros((RANK, 7)), b: np.zeros((6, RANK))})
     own = {a: draw.normal(size=(RANK, 7)), b: draw.normal(size=(6, RANK))}
     uploads = [upload("a", 4, own), upload("b", 4, {name: -value for name, value in own.items()})]
-    split, plain = (rule.close(state, uploads, context())[0].tensors for rule in (SplitMean(), WeightedMean()))
+    split, plain = (
+        rule.close(state, uploads, make_context(small()))[0].tensors for rule in (SplitMean(), WeightedMean())
+    )
     np.testing.assert_allclose(split[b] @ split[a], own[b] @ own[a], atol=1e-9)
     np.testing.assert_allclose(plain[b] @ plain[a], 0, atol=1e-9)
 
@@ -194,7 +190,7 @@ def train(ranks: Mapping[str, int], noise: Mapping[str, float], rounds: int = 30
                 error = factor_b @ factor_a - targets[device]
                 factor_a, factor_b = factor_a - 0.05 * factor_b.T @ error, factor_b - 0.05 * error @ factor_a.T
             uploads.append(upload(device, 4, {a: factor_a - state.tensors[a], b: factor_b - state.tensors[b]}))
-        state, _ = SplitMean().close(state, uploads, context())
+        state, _ = SplitMean().close(state, uploads, make_context(small()))
     return target, state.tensors
 
 

@@ -22,6 +22,7 @@ from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from fedvit.tensors import Tensors, pack, unpack
+from tests.support.method_steps import make_context
 from tests.support.uploads import upload
 
 CLASSES = 4
@@ -29,15 +30,7 @@ MODEL = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2, 
 
 
 def context(vit: PatchViT | None = None) -> RoundContext:
-    return RoundContext(
-        round=1,
-        seed=0,
-        lr_scale=1.0,
-        vit=vit or build_vit(SMALL, CLASSES, seed=0, options=MODEL),
-        accelerator="cpu",
-        load=lambda digest: {},
-        progress=lambda line: None,
-    )
+    return make_context(vit or build_vit(SMALL, CLASSES, seed=0, options=MODEL))
 
 
 # --- by hand ------------------------------------------------------------------------------------------

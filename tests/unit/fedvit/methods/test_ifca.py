@@ -6,7 +6,7 @@ import torch
 
 from fedvit.errors import EmptyCohort
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import Images, RoundContext, ServerState, cross_entropy
+from fedvit.methods.base import Images, ServerState, cross_entropy
 from fedvit.methods.ifca import CHOOSE, IFCA, TOTAL
 from fedvit.methods.one_of_k import CHOICE, TAKE, MeanOfEachPart, name_other
 from fedvit.methods.step import example_inputs, whole_step
@@ -14,16 +14,12 @@ from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role
 from fedvit.tensors import Array
+from tests.support.method_steps import make_context, run_step
 from tests.support.quadratic import BATCH, Inputs, after, in_double, small
 from tests.support.steps import whole
 from tests.support.uploads import upload
 
 MODELS = 3
-
-
-def step(method: IFCA, vit: PatchViT, graph: str, inputs: Inputs) -> Inputs:
-    [phase] = [phase for phase in method.phases(vit) if phase.graph == graph]
-    return whole_step(method, vit, whole(phase))(inputs)
 
 
 def inputs_of(method: IFCA, vit: PatchViT, graph: str, seed: int) -> Inputs:
@@ -50,7 +46,7 @@ def test_equal_losses_and_such_that_are_no_numbers_leave_one_choice(vit: PatchVi
         inputs[f"tensor/{name_other(2, name)}"] = inputs[f"tensor/{name_other(1, name)}"]
     for first in (1e6, float("nan")):
         inputs[f"slot/{TOTAL}/{CHOICE}"] = torch.tensor([first, *[0.0] * (MODELS - 1)], dtype=torch.float64)
-        chosen = step(method, vit, CHOOSE, inputs)[f"new/tensor/{CHOICE}"]
+        chosen = run_step(method, vit, inputs, CHOOSE)[f"new/tensor/{CHOICE}"]
         torch.testing.assert_close(chosen.sum(), torch.ones((), dtype=torch.float64))
         assert not chosen[0]
 
@@ -65,7 +61,7 @@ def test_a_device_chooses_the_model_with_the_lowest_loss_on_all_its_images(vit: 
             name: value for name, value in inputs_of(method, vit, CHOOSE, 0).items() if name.startswith("tensor/")
         }
         inputs[f"slot/{TOTAL}/{CHOICE}"] = state
-        result = step(method, vit, CHOOSE, inputs)
+        result = run_step(method, vit, inputs, CHOOSE)
         state = result[f"new/slot/{TOTAL}/{CHOICE}"]
         total = total + find_losses(method, vit, inputs)
         want = torch.nn.functional.one_hot(total.argmin(), MODELS).double()
@@ -82,8 +78,8 @@ def test_training_begins_at_the_chosen_model_and_answers_are_its_own(vit: PatchV
     images = Images(inputs["batch/patches"], None)
     tensors = {name.removeprefix("tensor/"): value for name, value in inputs.items() if name.startswith("tensor/")}
     torch.testing.assert_close(method.predict(vit, tensors, images, None), plain.forward(vit, own, images).logits)
-    inputs = after(inputs, step(method, vit, TAKE, inputs))
-    trained = step(method, vit, "train", inputs)
+    inputs = after(inputs, run_step(method, vit, inputs, TAKE))
+    trained = run_step(method, vit, inputs, "train")
     [phase] = plain.phases(vit)
     want = whole_step(plain, vit, whole(phase))({**inputs, **{f"tensor/{name}": value for name, value in own.items()}})
     for name in vit.tensors():
@@ -93,16 +89,9 @@ def test_training_begins_at_the_chosen_model_and_answers_are_its_own(vit: PatchV
 def test_before_any_choice_the_first_model_answers(vit: PatchViT) -> None:
     method = IFCA(models=MODELS)
     inputs = inputs_of(method, vit, TAKE, 0) | {f"tensor/{CHOICE}": torch.zeros(MODELS, dtype=torch.float64)}
-    taken = step(method, vit, TAKE, inputs)
+    taken = run_step(method, vit, inputs, TAKE)
     for name in vit.tensors():
         torch.testing.assert_close(taken[f"new/tensor/{name}"], inputs[f"tensor/{name}"])
-
-
-def context() -> RoundContext:
-    return RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
 
 
 def test_the_server_averages_by_choice() -> None:
@@ -116,7 +105,7 @@ def test_the_server_averages_by_choice() -> None:
         ends[device] = {name: draw.normal(size=value.shape) for name, value in vit.tensors().items()}
         deltas = {name: end - state.tensors[name] for name, end in ends[device].items()}
         uploads.append(upload(device, images[device], {**deltas, CHOICE: np.eye(MODELS)[chosen[device]]}))
-    result, figures = method.server_rule(vit).close(state, uploads, context())
+    result, figures = method.server_rule(vit).close(state, uploads, make_context(small()))
     assert figures["models_chosen"] == 2
     for name in vit.tensors():
         if not name.startswith("head."):
@@ -128,7 +117,7 @@ def test_the_server_averages_by_choice() -> None:
         np.testing.assert_array_equal(result.tensors[name_other(2, name)], state.tensors[name_other(2, name)])
     np.testing.assert_array_equal(result.tensors[CHOICE], 0)
     with pytest.raises(EmptyCohort):
-        method.server_rule(vit).close(state, [uploads[-1]], context())
+        method.server_rule(vit).close(state, [uploads[-1]], make_context(small()))
 
 
 def test_two_kinds_of_devices_find_each_other_and_fedavg_serves_neither() -> None:
@@ -149,7 +138,7 @@ def test_two_kinds_of_devices_find_each_other_and_fedavg_serves_neither() -> Non
                     x = x - 0.2 * (x - target)
                 delta = {"x": x - state.tensors["x"], CHOICE: np.eye(models)[chosen[device]]}
                 uploads.append(upload(device, 4, delta))
-            state, _ = rule.close(state, uploads, context())
+            state, _ = rule.close(state, uploads, make_context(small()))
         return {device: float(state.tensors[name_other(number, "x")][0]) for device, number in chosen.items()}
 
     assert end(2) == pytest.approx({"a": -1.0, "b": -1.0, "c": 3.0, "d": 3.0}, abs=1e-3)

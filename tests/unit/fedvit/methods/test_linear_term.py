@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
-from fedvit.methods.base import RoundContext, ServerRule, ServerState
+from fedvit.methods.base import ServerRule, ServerState
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.linear_term import TERM
 from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models.vit import PatchViT
 from fedvit.tensors import Array
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.quadratic import BATCH, Inputs, in_double, small
 from tests.support.steps import whole
 from tests.support.uploads import upload
@@ -52,13 +53,6 @@ def test_a_step_is_that_of_fedavg_and_the_term(vit: PatchViT) -> None:
             torch.testing.assert_close(after[f"new/tensor/{tensor}"], want, rtol=1e-9, atol=1e-12)
 
 
-def context(number: int) -> RoundContext:
-    return RoundContext(
-        round=number, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
-
-
 def run(rule: ServerRule, pull: float, counted: Mapping[str, int] = MappingProxyType({})) -> Array:
     """Some rounds in which devices follow the terms of the server; return the server's last x.
 
@@ -73,7 +67,7 @@ def run(rule: ServerRule, pull: float, counted: Mapping[str, int] = MappingProxy
             for _ in range(counted.get(device, EPOCHS * 2)):
                 x = x - LR * (x - TARGETS[device] + term + pull * (x - start))
             uploads.append(upload(device, IMAGES[device], {"x": x - start}, steps=counted.get(device)))
-        state, _ = rule.close(state, uploads, context(number))
+        state, _ = rule.close(state, uploads, make_context(small(), number))
     return state.tensors["x"]
 
 
@@ -127,7 +121,7 @@ def test_scaffold_finds_the_optimum_of_all_devices_and_fedavg_does_not() -> None
                 for _ in range(EPOCHS * 2):
                     x = x - LR * (curvature * (x - TARGETS[device]) + term)
                 uploads.append(upload(device, IMAGES[device], {"x": x - state.tensors["x"]}))
-            state, _ = rule.close(state, uploads, context(number))
+            state, _ = rule.close(state, uploads, make_context(small(), number))
         return state.tensors["x"]
 
     scaffold = make_method("scaffold", {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH_SIZE}).server_rule(small())

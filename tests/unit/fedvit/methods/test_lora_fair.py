@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from fedvit.methods import make_method
-from fedvit.methods.base import RoundContext, ServerState
+from fedvit.methods.base import ServerState
 from fedvit.methods.lora_fair import CorrectedMean
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.tensors import Array
+from tests.support.method_steps import make_context
 from tests.support.quadratic import small
 from tests.support.uploads import upload
 
@@ -25,10 +26,7 @@ def factors(seed: int) -> dict[str, Array]:
 
 def close(rule: WeightedMean, state: ServerState, own: Mapping[str, Mapping[str, Array]]) -> Mapping[str, Array]:
     """Every device of `own` ends with its own factors."""
-    context = RoundContext(
-        round=1, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-        load=lambda digest: {}, progress=lambda line: None,
-    )  # fmt: skip
+    context = make_context(small())
     uploads = [
         upload(device, IMAGES[device], {name: value - state.tensors[name] for name, value in tensors.items()})
         for device, tensors in own.items()

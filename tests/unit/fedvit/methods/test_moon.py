@@ -5,11 +5,12 @@ import torch
 from torch import Tensor
 
 from fedvit.methods import make_method
-from fedvit.methods.base import Images, RoundContext, ServerState
+from fedvit.methods.base import Images, ServerState
 from fedvit.methods.class_sums import read_features
 from fedvit.methods.moon import PREVIOUS
 from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models.vit import PatchViT
+from tests.support.method_steps import make_context
 from tests.support.quadratic import BATCH, Inputs, in_double, small
 from tests.support.steps import whole
 from tests.support.uploads import upload
@@ -79,10 +80,7 @@ def test_the_server_keeps_what_each_device_sent_last() -> None:
     rule = make_method("moon").server_rule(small())
     state, last = ServerState({"x": np.zeros(2)}), dict[str, np.ndarray]()
     for number, cohort in enumerate((("a", "b"), ("b", "c"), ("a",)), 1):
-        context = RoundContext(
-            round=number, seed=0, lr_scale=1.0, vit=small(), accelerator="cpu",
-            load=lambda digest: {}, progress=lambda line: None,
-        )  # fmt: skip
+        context = make_context(small(), number)
         updates = {device: np.array([number, ord(device)], float) for device in cohort}
         last |= {device: state.tensors["x"] + update for device, update in updates.items()}
         mean = state.tensors["x"] + sum(updates.values()) / len(updates)

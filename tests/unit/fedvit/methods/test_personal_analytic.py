@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
 from fedvit.methods.analytic import FITTED, GRAM, HELD_OUT, MOMENTS, Sums, find_unit
-from fedvit.methods.base import Images, RoundContext, ServerState, Upload
+from fedvit.methods.base import Images, ServerState, Upload
 from fedvit.methods.personal_analytic import OWN, ROOT, WHITENED, PersonalAnalytic, solve_own, solve_whitened, whiten
 from fedvit.models import SMALL, build_vit
 from fedvit.models.vit import PatchViT
@@ -24,6 +24,7 @@ from fleet.partition import write_device_folders
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 from tests.support.tiny import TINY_MODEL
 
 WIDTH, CLASSES = 20, 4
@@ -68,7 +69,7 @@ def publish(method: PersonalAnalytic, vit: PatchViT, devices: list[Features]) ->
         sent: Tensors = {name: value.numpy() for name, value in device.as_sent(FITTED).items()}
         sent |= {name: np.zeros_like(state.tensors[name]) for name in names if name.startswith(HELD_OUT)}
         uploads.append(Upload(f"device-{place}", len(device.labels), "", partial(dict, sent)))
-    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    context = make_context(vit)
     state, _ = method.server_rule(vit).close(state, uploads, context)
     return {name: torch.from_numpy(value) for name, value in state.tensors.items()}
 

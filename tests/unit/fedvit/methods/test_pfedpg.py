@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedvit.errors import ConfigError
 from fedvit.methods import build_model, make_method
-from fedvit.methods.base import UPDATE, Images, Method, RoundContext, ServerState, Upload
+from fedvit.methods.base import UPDATE, Images, Method, ServerState, Upload
 from fedvit.methods.generators.hypernetwork import Hypernetwork
 from fedvit.methods.generators.prompts import PromptAttention, PromptStatistics
 from fedvit.methods.optimizers import AdamW, Sgd
@@ -21,6 +21,7 @@ from fedvit.models import SMALL
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
 from tests.support.codes import has_code
+from tests.support.method_steps import make_context
 
 OPTIONS = {"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2}
 PROMPTS = "prompts.tokens"
@@ -121,7 +122,7 @@ def share_that_differs(**options: Any) -> float:
     size = float(vit.tensors()[PROMPTS].std())
     draw = np.random.default_rng(0)
     deltas = {name: draw.normal(0, 0.1 * size, (10, 8)).astype(np.float32) for name in "abcd"}
-    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    context = make_context(vit)
     for _ in range(10):
         uploads = [Upload(name, 2, "", partial(dict, {PROMPTS: delta})) for name, delta in deltas.items()]
         state, _ = rule.close(state, uploads, context)
@@ -186,7 +187,7 @@ def test_a_test_with_the_base() -> None:
     state = ServerState({"base_prompts": tensors["base_prompts"].numpy()}, rule.begin(0))
     np.testing.assert_array_equal(state.tensors["base_prompts"], state.memory["generator/base"])
     uploads = [Upload("a", 2, "", lambda: {PROMPTS: np.ones((3, 8), np.float32)})]
-    context = RoundContext(1, 0, 1.0, vit, "cpu", lambda digest: {}, lambda line: None)
+    context = make_context(vit)
     after, _ = rule.close(state, uploads, context)
     np.testing.assert_array_equal(after.tensors["base_prompts"], after.memory["generator/base"])
     assert (after.tensors["base_prompts"] > state.tensors["base_prompts"]).any()

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from coordinator.record.record import Record, open_record
 from fedvit.errors import EmptyCohort
-from fedvit.methods.base import RoundContext, ServerState, Upload
+from fedvit.methods.base import ServerState, Upload
 from fedvit.methods.fedavg import FedAvg
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.methods.step import whole_step
@@ -20,22 +20,11 @@ from fedvit.models import SMALL, build_vit
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors, delta
 from fedvit.wire.messages import Manifest, Result
+from tests.support.method_steps import make_context
 from tests.support.records import add_result
 from tests.support.uploads import upload
 
 VIT = build_vit(SMALL, 4, seed=0, options={"image_size": 16, "patch_size": 8, "width": 8, "depth": 2, "heads": 2})
-
-
-def context(number: int = 1) -> RoundContext:
-    return RoundContext(
-        round=number,
-        seed=0,
-        lr_scale=1.0,
-        vit=VIT,
-        accelerator="cpu",
-        load=lambda digest: {},
-        progress=lambda line: None,
-    )
 
 
 def one(value: float) -> Tensors:
@@ -43,7 +32,7 @@ def one(value: float) -> Tensors:
 
 
 def close(start: Tensors, uploads: list[Upload]) -> Tensors:
-    return WeightedMean().close(ServerState(start), uploads, context())[0].tensors
+    return WeightedMean().close(ServerState(start), uploads, make_context(VIT))[0].tensors
 
 
 def test_the_mean_weighs_devices_by_images_and_discounts_late_ones() -> None:
@@ -86,7 +75,9 @@ def test_the_report_says_how_far_the_model_moved() -> None:
     """Mean deltas 3 and 4 in two tensors: the norm is sqrt(9 + 16) = 5."""
     start = {"w": np.array([0.0], np.float32), "x": np.array([0.0], np.float32)}
     uploads = [upload("a", 1, {"w": np.array([3.0], np.float32), "x": np.array([4.0], np.float32)})]
-    state, figures = WeightedMean().close(ServerState(start, {"m": one(1)["w"]}, {"a": "d"}), uploads, context())
+    state, figures = WeightedMean().close(
+        ServerState(start, {"m": one(1)["w"]}, {"a": "d"}), uploads, make_context(VIT)
+    )
     assert figures == {"update_norm": 5.0}
     assert state.memory == {"m": np.array([1.0], np.float32)}
     assert state.uploads == {"a": "d"}
@@ -95,7 +86,7 @@ def test_the_report_says_how_far_the_model_moved() -> None:
 @pytest.mark.parametrize("uploads", [[], [upload("a", 0, one(1))]])
 def test_without_an_image_there_is_no_mean(uploads: list[Upload]) -> None:
     with pytest.raises(EmptyCohort):
-        WeightedMean().close(ServerState(one(0)), uploads, context(7))
+        WeightedMean().close(ServerState(one(0)), uploads, make_context(VIT, 7))
 
 
 def test_uploads_are_loaded_one_at_a_time() -> None:
@@ -110,7 +101,7 @@ def test_uploads_are_loaded_one_at_a_time() -> None:
         return dict(tensors)
 
     uploads = [Upload(str(number), 1, "", load) for number in range(6)]
-    WeightedMean().close(ServerState({name: np.zeros(5, np.float32) for name in "wxyz"}), uploads, context())
+    WeightedMean().close(ServerState({name: np.zeros(5, np.float32) for name in "wxyz"}), uploads, make_context(VIT))
     assert len(held) == 6
     assert max(held) <= 1
 

@@ -1,22 +1,15 @@
-import io
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedvit.errors import DataError
 from fleet.datasets import read_samples
 from fleet.datasets.cifar100 import FINE
 from fleet.datasets.domainfolder import is_domainfolder, read_domainfolder
 from tests.support.codes import has_code
-
-
-def png(value: int) -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", (4, 4), (value,) * 3).save(content, "PNG")
-    return content.getvalue()
+from tests.support.pictures import png
 
 
 def write(where: Path, members: dict[str, bytes], packed: bool = False) -> Path:

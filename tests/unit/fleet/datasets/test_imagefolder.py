@@ -11,14 +11,9 @@ from PIL import Image
 from fedvit.errors import DataError
 from fleet.datasets.imagefolder import read_imagefolder
 from tests.support.codes import has_code
+from tests.support.pictures import png
 
 Write = Callable[[Path, dict[str, bytes]], Path]
-
-
-def png(value: int) -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", (4, 4), (value,) * 3).save(content, "PNG")
-    return content.getvalue()
 
 
 def in_folder(where: Path, members: dict[str, bytes]) -> Path:

@@ -1,6 +1,5 @@
 """Images in Parquet files, as the hub writes them, and errors that name file and column."""
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from PIL import Image
 from pyarrow import parquet
 
 from fedvit.errors import ConfigError, DataError
@@ -17,12 +15,7 @@ from fleet.datasets import read_samples
 from fleet.datasets.cifar100 import FINE
 from fleet.datasets.parquet import is_parquet, read_parquet
 from tests.support.codes import has_code
-
-
-def png(value: int) -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", (4, 4), (value,) * 3).save(content, "PNG")
-    return content.getvalue()
+from tests.support.pictures import png
 
 
 def hub(value: int) -> dict[str, Any]:

@@ -19,9 +19,6 @@ from fedvit.methods.calculus import Objective
 from fedvit.methods.failures import MethodFailed
 from fedvit.models.vit import PatchViT
 from fedvit.program import Train
-from fleet.datasets.digits import read_digits
-from fleet.devices import device_folders
-from fleet.partition import write_device_folders
 from fleet.request import RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.codes import has_code
@@ -41,15 +38,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Methods with each kind of step: gradients, whole steps, sums, generated, gathered and collected tensors, draws of the
 server."""
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three devices with 20, 30 and 40 digits, of which each tests with a fifth."""
-    out = tmp_path_factory.mktemp("dealt") / "parts"
-    parts = np.split(np.random.default_rng(0).permutation(90), [20, 50])
-    write_device_folders(read_digits(8), parts, out, test_share=0.2, seed=0)
-    return device_folders(out, DEVICES)
 
 
 def run(folders: list[Path], out: Path, method: str, engine: Any, **more: Any) -> RunOutcome:

@@ -11,9 +11,6 @@ from coordinator.config import PrivacyConfig
 from coordinator.record.privacy import PrivacyStep, compute_epsilon
 from coordinator.record.record import open_record
 from coordinator.record.tables import SUM
-from fleet.datasets.digits import read_digits
-from fleet.devices import device_folders
-from fleet.partition import write_device_folders
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.support.tiny import TINY_MODEL
@@ -23,15 +20,6 @@ VALUES: dict[str, Any] = {
     "method": "fedper", "rounds": 1, "options": {"batch_size": 16, "lr": 0.05}, "model_options": TINY_MODEL,
     "devices": DEVICES,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three devices with 20, 30 and 40 digits, of which each tests with a fifth."""
-    out = tmp_path_factory.mktemp("dealt") / "parts"
-    parts = np.split(np.random.default_rng(0).permutation(90), [20, 50])
-    write_device_folders(read_digits(8), parts, out, test_share=0.2, seed=0)
-    return device_folders(out, DEVICES)
 
 
 @pytest.mark.slow

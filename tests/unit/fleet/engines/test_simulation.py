@@ -25,11 +25,8 @@ from fedvit.methods import build_model, make_method
 from fedvit.methods.linear_term import OWN
 from fedvit.methods.twins import TWIN
 from fedvit.models import SMALL
-from fleet.datasets.digits import read_digits
-from fleet.devices import device_folders
 from fleet.engines import journal, simulation
 from fleet.engines.cohort import Cohort
-from fleet.partition import write_device_folders
 from fleet.request import Engine, RunOutcome, RunRequest
 from fleet.simulate import simulate
 from tests.support.codes import has_code
@@ -67,15 +64,6 @@ out, values, *folders = sys.argv[1:]
 simulate(RunRequest([Path(f) for f in folders], msgspec.json.decode(values), out=Path(out), run="run", engine="torch",
          at_once=1), Lines())
 """
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three devices with 20, 30 and 40 digits, of which each tests with a fifth."""
-    out = tmp_path_factory.mktemp("dealt") / "parts"
-    parts = np.split(np.random.default_rng(0).permutation(90), [20, 50])
-    write_device_folders(read_digits(8), parts, out, test_share=0.2, seed=0)
-    return device_folders(out, DEVICES)
 
 
 def run(

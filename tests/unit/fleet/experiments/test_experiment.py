@@ -24,7 +24,6 @@ from safetensors.numpy import load_file
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
 from coordinator.config import TrackersConfig
-from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fedvit.models import SMALL, build_vit
 from fleet.commands.experiment import experiment_command
@@ -41,7 +40,7 @@ from profiles.report.curves import Accuracy, RoundFigures
 from profiles.report.experiment import CellResult, ExperimentOutcome
 from tests.support.codes import has_code
 from tests.support.event_files import steps
-from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
+from tests.support.experiments import ExperimentRun, read_closed, read_grid, run_experiment, written_experiment
 from tests.support.forked import Forked
 from tests.support.reports import experiment_outcome
 from tests.support.tiny import TINY_MODEL
@@ -629,11 +628,6 @@ def test_experiment_that_was_interrupted_is_resumed(
     assert result is not None
     assert len(result.rounds) == 12
     assert steps(home / "runs" / "run", "loss/train") == list(range(1, 13))
-
-
-def read_closed(home: Path) -> list[tuple[int, str]]:
-    with open_record(home / "runs") as store:
-        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
 
 
 def test_what_noise_spent_stands_below_the_accuracies() -> None:

@@ -10,9 +10,9 @@ from typing import ClassVar
 import pytest
 import scipy.stats
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
-from coordinator.record.record import open_record
 from fedvit.errors import ConfigError
 from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid, GridCell, as_text
@@ -21,10 +21,15 @@ from fleet.experiments.folder import RESULT_FILE, FinishedCell
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.search import Schedule, list_rounds, search_state
-from profiles.report.curves import Accuracy, RoundFigures
-from profiles.report.experiment import CellResult
 from tests.support.codes import has_code
-from tests.support.experiments import ExperimentRun, read_grid, run_experiment, written_experiment
+from tests.support.experiments import (
+    ExperimentRun,
+    make_measured_result,
+    read_closed,
+    read_grid,
+    run_experiment,
+    written_experiment,
+)
 from tests.support.forked import Forked
 from tests.support.waiting import WAIT_S
 
@@ -55,20 +60,6 @@ NINE = FILE.replace("tune = { lr = [1e-6, 0.05, 50] }", "tune = { lr = [0.1, 0.2
 HALVING = NINE.replace("rounds = 2", "rounds = 30") + '\n[tuning]\nsearch = "halving"\nseeds = [7]\n'
 
 
-def result(cell: GridCell, mean: float) -> CellResult:
-    accuracy = Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
-    return CellResult(
-        digest=cell.digest, software="1", protocol="p", accuracy=accuracy, accuracy_by_device={"device-0": mean},
-        wall_s=1.0, bytes_down=1.0, bytes_up=1.0, flops=None, peak_rss_bytes=None, refusals=0,
-        rounds=[
-            RoundFigures(
-                round=1, cohort=1, accepted=1, accuracy=accuracy, train_loss=None, bytes_down=None, bytes_up=None,
-                flops=None,
-            )
-        ],
-    )  # fmt: skip
-
-
 def follow(grid: Grid, accuracy: Callable[[GridCell], float | str | None]) -> Schedule:
     """All cells come to their end: with an accuracy, unusable for the reason given, or failed."""
     schedule = Schedule(grid, Path("nowhere"))
@@ -76,7 +67,7 @@ def follow(grid: Grid, accuracy: Callable[[GridCell], float | str | None]) -> Sc
     for place in places:
         value = accuracy(place.cell)
         if isinstance(value, float):
-            over = FinishedCell(place.cell, result(place.cell, value), None)
+            over = FinishedCell(place.cell, replace(make_measured_result([value]), digest=place.cell.digest), None)
         else:
             over = FinishedCell(place.cell, None, None if value else "disk full", value)
         places += schedule.add(over)
@@ -276,11 +267,6 @@ def test_search_that_was_killed_is_resumed(
     assert len(read_closed(second)) == 4
     assert outcome.searches[0].chosen is not None
     assert len(outcome.comparisons) == 1
-
-
-def read_closed(home: Path) -> list[tuple[int, str]]:
-    with open_record(home / "runs") as store:
-        return [(entry.round, entry.closed_at) for entry in store.rounds.read_all("run") if entry.closed_at]
 
 
 class TestOutcome:

@@ -5,18 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedvit.errors import FedvitError
-from fleet.datasets.digits import read_digits
 from fleet.loop.fleet import LoopDevice, LoopFleet
-from fleet.loop.pictures import ArrivingPictures, plan_pictures
 from fleet.processes import Fleet
-
-
-@pytest.fixture
-def device(tmp_path: Path) -> LoopDevice:
-    digits = read_digits()
-    [plan] = plan_pictures(digits, (0, 1, 2), 1, seed=0)
-    pictures = ArrivingPictures(tmp_path / "pictures", digits)
-    return LoopDevice("garden", pictures, plan, tmp_path / "state", tmp_path / "answers.jsonl")
 
 
 def test_process_that_ends_is_named_with_its_last_line(tmp_path: Path, device: LoopDevice) -> None:

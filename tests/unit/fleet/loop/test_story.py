@@ -8,16 +8,7 @@ import pytest
 from coordinator.config import RunConfig
 from fleet.datasets.digits import read_digits
 from fleet.loop.fleet import LoopDevice
-from fleet.loop.pictures import ArrivingPictures, plan_pictures
 from fleet.loop.story import LoopSettings, ServedClass, count_answers
-
-
-@pytest.fixture
-def device(tmp_path: Path) -> LoopDevice:
-    digits = read_digits()
-    [plan] = plan_pictures(digits, (0, 1, 2), 1, seed=0)
-    pictures = ArrivingPictures(tmp_path / "pictures", digits)
-    return LoopDevice("garden", pictures, plan, tmp_path / "state", tmp_path / "answers.jsonl")
 
 
 def test_answers_by_true_class(device: LoopDevice) -> None:

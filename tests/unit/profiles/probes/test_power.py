@@ -1,7 +1,6 @@
 """Power and energy, on the file trees of named boards."""
 
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import pytest
 
 from profiles.probes.power import PowerSensor, find_power
 from tests.support.boards import agx_orin, jetson_nano, orin_nano, pi_4, pi_5, rapl, write_tree
+from tests.support.children import run_child
 
 
 def sensor_of(root: Path) -> PowerSensor:
@@ -97,9 +97,7 @@ if os.getuid() == 0:
     os.setuid(65534)
 print(find_power(Path(sys.argv[1])))
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=False, env={**os.environ}
-        )
+        done = run_child([sys.executable, "-c", code, str(root)], env={**os.environ})
     assert "(None," in done.stdout, done.stderr
     assert str(counter) in done.stdout
     assert "Permission denied" in done.stdout

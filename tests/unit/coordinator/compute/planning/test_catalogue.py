@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from fedvit.methods import METHODS, make_method
 from fedvit.methods.apfl import APFL
 from fedvit.models import SMALL
 from fedvit.program import Role
+from tests.support.children import run_child
 from tests.support.codes import has_code
 from tests.support.packages import NORMS, install
-from tests.support.waiting import WAIT_S
 
 VIT_B = "vit_base_patch16_224"
 
@@ -72,9 +71,7 @@ def test_stored_entries_are_those_that_are_computed(everything: list[MethodEntry
 @pytest.mark.parametrize("arguments", [["methods"], ["methods", "eftvit"], ["methods", "--method", "fedavg", "--json"]])
 def test_methods_are_shown_without_torch(arguments: list[str]) -> None:
     code = "import sys; sys.modules['torch'] = None; from coordinator.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
+    done = run_child([sys.executable, "-c", code, *arguments])
     assert done.returncode == 0, done.stderr
     shown = METHODS if arguments == ["methods"] else [name for name in arguments if name in METHODS]
     assert all(name in done.stdout for name in shown)
@@ -83,11 +80,10 @@ def test_methods_are_shown_without_torch(arguments: list[str]) -> None:
 def test_methods_of_packages_are_listed_with_the_stored_ones(tmp_path: Path) -> None:
     install(tmp_path, "acme-norms", {"norms_alone": "acme_norms:Norms", "gone": "nowhere:Gone"}, acme_norms=NORMS)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
+    done = run_child(
         [sys.executable, "-c", "from coordinator.cli import main; main()", "methods", "--json"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True, text=True, timeout=WAIT_S, check=False,
-    )  # fmt: skip
+    )
     assert [entry["name"] for entry in msgspec.json.decode(done.stdout)] == sorted([*METHODS, "norms_alone"])
     assert "left out: method 'gone' of package acme-norms" in done.stderr
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from coordinator.compute.planning.own_graphs import COMMON, list_cases, make_digests
 from fedvit.known_graphs import read_own_graphs
 from fedvit.models import SMALL
-from tests.support.waiting import WAIT_S
+from tests.support.children import run_child
 
 
 @pytest.mark.parametrize("method", COMMON)
@@ -28,9 +27,7 @@ def test_digests_do_not_depend_on_the_processor() -> None:
         "print(json.dumps([make_digests(tuple(case)) for case in json.loads(sys.argv[1])]))"
     )
     plain = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(cases)], env=plain, capture_output=True, text=True, timeout=WAIT_S
-    )
+    done = run_child([sys.executable, "-c", code, json.dumps(cases)], env=plain)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [make_digests(case) for case in cases]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fedvit import plugins
 from fedvit.choices import did_you_mean, suggest_names
 from fedvit.errors import ConfigError
-from fedvit.model_options import LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
+from fedvit.model_options import CNN, LSTM, OWN_MODELS, RESNET, SMALL, TEXT, option_names
 
 TIMM_OPTIONS = ("image_size", "patch_size")
 HUB, LOCAL = "hf-hub:", "local-dir:"
@@ -194,7 +194,7 @@ def timm_arguments(model: str) -> Mapping[str, int]:
 def unknown_model(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(
         "FV1105",
-        f"unknown model {name!r}: none of {SMALL}, {RESNET}, {TEXT}, {LSTM}, and no name that timm knows"
+        f"unknown model {name!r}: none of {SMALL}, {RESNET}, {CNN}, {TEXT}, {LSTM}, and no name that timm knows"
         f"{did_you_mean(name, known)}",
     )
 

@@ -19,6 +19,8 @@ LSTM = "lstm_small_text"
 """The recurrent model of text."""
 RESNET = "resnet_small_images"
 """The convolutional model that needs no timm name."""
+CNN = "cnn_small_images"
+"""The plain convolutional network."""
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101")
 """Residual networks of timm that are made here, with group norms."""
 LORA_ALPHA = 16.0
@@ -140,6 +142,7 @@ class TextTransformerOptions(ModelOptions):
     head_width: int | None = None  # None: width / heads
     qkv_bias: bool = False
     causal: bool = True  # false: a position reads the characters behind it, too, among them its own answer
+    form: str = "vit"  # "vit": blocks as of a Vision Transformer; "fedtp": as in FedTP's released code
 
     def __post_init__(self) -> None:
         self.check_wholes("context", "width", "depth", "heads")
@@ -148,6 +151,9 @@ class TextTransformerOptions(ModelOptions):
             self.check_wholes("head_width")
         check_switch("model", "qkv_bias", self.qkv_bias)
         check_switch("model", "causal", self.causal)
+        check_choice("model", "form", self.form, ("vit", "fedtp"))
+        if self.form == "fedtp" and self.qkv_bias:
+            raise ConfigError("FV1109", "model option qkv_bias = True is for form = 'vit', not 'fedtp'")
         check_multiple("width", self.width, "heads", self.heads)
 
 
@@ -178,6 +184,20 @@ class SmallResnetOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CnnOptions(ModelOptions):
+    image_size: int = 32
+    width: int = 16  # channels of the first convolution; the second has twice as many
+    groups: int | None = None  # of group norms behind convolutions; None: no norms
+
+    def __post_init__(self) -> None:
+        check_whole("model", "image_size", self.image_size, least=16)
+        self.check_wholes("width")
+        if self.groups is not None:
+            self.check_wholes("groups")
+            _check_groups(self.width, self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResnetOptions(ModelOptions):
     image_size: int = 224
     stem: str = "7x7"
@@ -194,6 +214,7 @@ OWN_MODELS: Mapping[str, type[ModelOptions]] = {
     TEXT: TextTransformerOptions,
     LSTM: TextLstmOptions,
     RESNET: SmallResnetOptions,
+    CNN: CnnOptions,
     **dict.fromkeys(RESNETS, ResnetOptions),
 }
 """Model that is made here, not by timm, and has no pretrained weights -> its options."""

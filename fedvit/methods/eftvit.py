@@ -7,11 +7,25 @@ from msgspec import Meta
 from torch import Tensor
 
 from fedvit.known_values import SPARED_BLOCKS
-from fedvit.methods.base import PREDICT, Forward, GroupRule, Images, Method, ServerRule, run_model
-from fedvit.methods.calculus import Named
+from fedvit.methods.base import (
+    PREDICT,
+    Forward,
+    Gathered,
+    GroupRule,
+    Images,
+    Method,
+    ServerRule,
+    StepInputs,
+    StepResult,
+    run_model,
+)
+from fedvit.methods.calculus import Calculus, Named
 from fedvit.methods.rules.feature_training import FeatureTraining, features_into
 from fedvit.models.vit import ModelPart, PatchViT
 from fedvit.program import Collect, Evaluate, Role, Train, count_kept_patches
+
+CLIENT, KEEP = "client.", "keep_head"
+"""Beginning of the names of a device's own head, and the graph that keeps it after training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +38,9 @@ class EFTViT(Method):
     Where the paper contradicts itself (sections 3.5 and 3.6), `server_data` selects. The paper's sampling by the median
     is to upload equally many features of each class. It does not where a class has too few images; `sampler`
     "balanced" does. The server also learns how many images a device has, and the names of its classes. Devices may have
-    different splits and mask ratios (the run's `variants`), which the paper only tests one at a time.
+    different splits and mask ratios (the run's `variants`), which the paper only tests one at a time. The paper does
+    not say whose head answers: `client_head` is that of the device's last training, whose loss is then that on one
+    batch.
     """
 
     source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
@@ -47,10 +63,15 @@ class EFTViT(Method):
     server_lr: Annotated[float, Meta(gt=0)] | None = None  # None: the devices' lr
     server_batch_size: Annotated[int, Meta(ge=1)] = 32
     server_data: Literal["store", "latest"] = "store"  # features of every device so far, or of this round's
+    client_head: bool = False  # devices answer with the head that they trained last, not with the server's
     feature_store_bytes: Annotated[int, Meta(ge=1)] | None = None  # most that the store keeps; None: no limit
 
     def needs(self) -> frozenset[ModelPart]:
         return super().needs() | {"blocks"}
+
+    def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
+        head = {name: value for name, value in vit.tensors().items() if name.startswith("head.")}
+        return {f"{CLIENT}{name}": value for name, value in head.items()} if self.client_head else {}
 
     @property
     def why_one_class(self) -> str | None:
@@ -63,6 +84,7 @@ class EFTViT(Method):
             for block in range(self.local_blocks, vit.depth)
         )
         return (
+            GroupRule("client_head", Role.LOCAL, (f"{CLIENT}*",)),
             GroupRule("head", Role.SEEDED, ("head.*",)),
             GroupRule("norm", Role.GLOBAL, ("norm.*", "attn_pool.*", "fc_norm.*")),
             *blocks,
@@ -80,7 +102,24 @@ class EFTViT(Method):
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:
         tokens = vit.prefix_tokens + count_kept_patches(vit.patches, self.mask)
         features = Collect(features_into(self.local_blocks), (tokens, vit.width), self.threshold, sampler=self.sampler)
-        return (self.phase(("local", "head"), collect=features),)
+        train = self.phase(("local", "head"), collect=features)
+        if not self.client_head:
+            return (train,)
+        return (train, self.phase(("client_head",), graph=KEEP, update=None, slots=(), epochs=1, steps=1))
+
+    def local_step(
+        self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs
+    ) -> StepResult:
+        if phase.graph != KEEP:
+            return super().local_step(calculus, vit, phase, updated, fixed, inputs)
+        loss, collected, _ = self.objective(vit, phase, {**fixed, **updated}, inputs)
+        return StepResult(loss, {name: fixed[name.removeprefix(CLIENT)] for name in updated}, collected)
+
+    def predict(self, vit: PatchViT, tensors: Named, images: Images, gathered: Gathered | None) -> Tensor:
+        if not self.client_head:
+            return super().predict(vit, tensors, images, gathered)
+        own = {name.removeprefix(CLIENT): value for name, value in tensors.items() if name.startswith(CLIENT)}
+        return self.forward(vit, {**tensors, **own}, images).logits
 
     def evaluate(self, vit: PatchViT) -> Evaluate:
         # the paper keeps the class distribution on the device, which counts of test images by class would tell

@@ -15,6 +15,7 @@ NORMS: Patterns = (
     "norm.*",
     "norm_pre.*",
     "fc_norm.*",
+    "stem.norm?.*",
     "blocks.*.norm?.*",
     "blocks.*.shortcut_norm.*",
     "blocks.*.attn.*norm.*",

@@ -22,8 +22,8 @@ class PFedHN(Method):
     one device per round (the run's `cohort = 1`), for 5000 rounds, and has embeddings of floor(1 + N/4) numbers, N
     the number of devices; the default is that of 50. Chosen: factors of layer norms begin around 1, since features
     would vanish with fresh ones; embeddings of devices that were not asked stay (`all_embeddings` moves them, as the
-    released code's dense table does). FedTP's code runs it with embeddings of 128 numbers, 5 epochs in place of 50
-    batches (`steps = 0`), a rate of 0.01 and no clipping.
+    released code's dense table does). FedTP's code runs it with embeddings of 128 numbers, `hidden = 150`, 5 epochs
+    in place of 50 batches (`steps = 0`), a rate of 0.01 and no clipping.
     """
 
     source: ClassVar[str] = "Shamsian et al., arXiv:2103.04628"

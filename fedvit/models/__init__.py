@@ -40,9 +40,11 @@ from fedvit.known_names import (
     unknown_model,
 )
 from fedvit.known_values import check_model_values
+from fedvit.model_options import CNN as CNN
 from fedvit.model_options import LSTM as LSTM
 from fedvit.model_options import (
     OWN_MODELS,
+    CnnOptions,
     ModelOptions,
     PackagedModel,
     ResnetOptions,
@@ -54,6 +56,7 @@ from fedvit.model_options import (
 from fedvit.model_options import RESNET as RESNET
 from fedvit.model_options import SMALL as SMALL
 from fedvit.model_options import TEXT as TEXT
+from fedvit.models.cnn import make_cnn
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.kv_adapter import KVAdapter
 from fedvit.models.lora import Lora
@@ -157,6 +160,8 @@ def _make(name: str, classes: int, options: ModelOptions) -> PatchViT:
             return make_text_lstm(name, classes, options)
         case SmallResnetOptions():
             return make_small_resnet(name, classes, options)
+        case CnnOptions():
+            return make_cnn(name, classes, options)
         case ResnetOptions():
             return make_resnet(name, classes, options)
     raise AssertionError(options)

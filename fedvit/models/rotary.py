@@ -66,11 +66,11 @@ class RotaryAttention(nn.Module):
         else:
             one, other = x_BHNW.reshape(*x_BHNW.shape[:3], -1, 2).split(1, dim=-1)
             turned = torch.cat([-other, one], dim=-1).reshape(x_BHNW.shape)
-        cosines_NW, sines_NW = (_as_constant(table, x_BHNW) for table in (self.cosines_NW, self.sines_NW))
+        cosines_NW, sines_NW = (as_constant(table, x_BHNW) for table in (self.cosines_NW, self.sines_NW))
         return torch.cat([first, x_BHNW * cosines_NW + turned * sines_NW], dim=2)
 
 
-def _as_constant(table_NW: Tensor, x_BHNW: Tensor) -> Tensor:
+def as_constant(table_NW: Tensor, x_BHNW: Tensor) -> Tensor:
     """Return a table in a form that a trace takes for a constant; it refuses a tensor that is none of its inputs."""
     return cast(Tensor, torch.ops.aten.lift_fresh_copy.default(table_NW)).to(x_BHNW.device)
 

@@ -19,7 +19,7 @@ from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.base import list_trained
 from fedvit.methods.calculus import TorchCalculus
 from fedvit.methods.step import example_inputs, steps_of, whole_step
-from fedvit.models import LSTM, RESNET
+from fedvit.models import CNN, LSTM, RESNET, TEXT
 from fedvit.program import Train
 from profiles.cost import flop_shares, graph_cost
 from tests.support.steps import Session, assert_names_of_the_contract, in_parts, whole
@@ -28,6 +28,8 @@ from tests.support.tiny import Tiny
 BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
     "lstm": (LSTM, {"context": 4, "embedding": 3, "width": 6, "depth": 2}),
     "resnet": (RESNET, {"image_size": 8, "width": 4, "stages": 2, "groups": 2}),
+    "cnn": (CNN, {"image_size": 16, "width": 2}),
+    "cnn with norms": (CNN, {"image_size": 16, "width": 2, "groups": 1}),
     "bottlenecks": (RESNET, {"image_size": 9, "width": 4, "stages": 2, "groups": 2, "block": "bottleneck"}),
 }
 CLASSES = 5
@@ -57,7 +59,12 @@ TRAINED["resnet"] = TRAINED["lstm"] | {
     "personal_analytic",
 }
 CASES = [(backbone, name) for backbone, names in TRAINED.items() for name in sorted(names)]
-CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod")]
+CASES += [("bottlenecks", "fedavg"), ("bottlenecks", "fedrod"), ("cnn with norms", "fedbn")]
+CASES += [
+    ("cnn", "fedavg"),
+    ("cnn", "pfedhn"),
+    ("cnn", "fedrod"),
+]
 
 
 def test_page_says_which_methods_train_which_models() -> None:
@@ -171,6 +178,16 @@ def test_other_methods_say_what_the_model_lacks(backbone: str, name: str) -> Non
     assert repr(model) in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "fedtp"])
+def test_fedtps_model_of_text_is_exported(name: str, graph_cache: Path) -> None:
+    """Exported, and verified against torch; its positions are constants of the graph."""
+    method = make_method(name, OPTIONS)
+    options = {"context": 4, "width": 8, "heads": 2, "head_width": 3, "depth": 2, "form": "fedtp"}
+    vit = build_model(method, TEXT, CLASSES, seed=0, options=options)
+    graphs = export_graphs(method, vit, method_batch(method, vit), cache=graph_cache)
+    assert graphs.keys() == {*steps_of(method, vit)}
+
+
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_flops_are_those_of_torchs_counter_and_belong_to_the_layers_that_need_them(backbone: str, tiny: Any) -> None:
     """Backward costs twice what forward does, but of the stem, whose images need no gradient."""
@@ -186,6 +203,8 @@ def test_flops_are_those_of_torchs_counter_and_belong_to_the_layers_that_need_th
         layers
         == {
             "lstm": {"embedding", "input_weight", "state_weight", "head"},
+            "cnn": {"embedding", "conv", "linear", "head"},
+            "cnn with norms": {"embedding", "conv", "linear", "head"},
             "resnet": {"embedding", "conv1", "conv2", "shortcut", "head"},
             "bottlenecks": {"embedding", "conv1", "conv2", "conv3", "shortcut", "head"},
         }[backbone]

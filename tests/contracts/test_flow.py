@@ -21,7 +21,7 @@ from fedvit.blobs import digest_of
 from fedvit.errors import ConfigError, NotAllowed
 from fedvit.label_forms import LabelForm
 from fedvit.methods import METHODS, make_method
-from fedvit.model_options import LSTM, RESNET, TEXT
+from fedvit.model_options import CNN, LSTM, RESNET, TEXT
 from fedvit.program import Program, Role
 from tests.support.codes import has_code
 from tests.support.influence import Device, measure_influence
@@ -58,6 +58,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer of text": (TEXT, {"context": 5, "width": 16, "depth": 2, "heads": 2}),
     "LSTM": (LSTM, {"context": 4, "width": 8, "depth": 2, "embedding": 4}),
+    "plain convolutional network": (CNN, {"image_size": 16, "width": 2}),
     "residual network": (RESNET, {"image_size": 8, "width": 8, "stages": 2, "groups": 2}),
     "residual network with pooling": ("resnet18", {"image_size": 32, "stem": "7x7", "groups": 8}),
 }

@@ -50,6 +50,8 @@ TINY = "vit_tiny_patch16_224"
         (TEXT, {**TEXT_MODEL, "context": 0}, "FV1104"),
         (TEXT, {**TEXT_MODEL, "heads": 3}, "FV1109"),
         (TEXT, {**TEXT_MODEL, "causal": 1}, "FV1104"),
+        (TEXT, {**TEXT_MODEL, "form": "gpt"}, "FV1104"),
+        (TEXT, {**TEXT_MODEL, "form": "fedtp", "qkv_bias": True}, "FV1109"),
         (TEXT, {**TEXT_MODEL, "mlp_ratio": 0}, "FV1109"),
         (TEXT, {**TEXT_MODEL, "image_size": 8}, "FV1105"),
         (LSTM, {**LSTM_MODEL, "embedding": 0}, "FV1104"),

@@ -23,6 +23,28 @@ PLAIN = EFTViT(optimizer="sgd", weight_decay=0.0, mask=0.0)
 MASKED = EFTViT(optimizer="sgd", weight_decay=0.0, mask=0.75)
 
 
+def test_a_device_may_answer_with_its_own_head(vit: PatchViT) -> None:
+    """After training, the head stays on the device; the next round's value from the server does not change answers."""
+    method = EFTViT(optimizer="sgd", weight_decay=0.0, mask=0.0, client_head=True)
+    assert method.names_with(vit, Role.LOCAL)[-2:] == ["client.head.weight", "client.head.bias"]
+    assert method.names_with(vit, Role.SEEDED) == ["head.weight", "head.bias"]
+    train, keep = method.phases(vit)
+    assert (train.groups, keep.groups, keep.steps) == (("local", "head"), ("client_head",), 1)
+    inputs = step_inputs(vit, method)
+    inputs |= {f"tensor/{name}": value.double() for name, value in method.extra_tensors(vit).items()}
+    inputs["tensor/head.weight"] = inputs["tensor/head.weight"] + 1.0
+    after = whole_step(method, vit, keep)(inputs)
+    tensors = {name.removeprefix("tensor/"): value for name, value in inputs.items() if name.startswith("tensor/")}
+    for name in ("head.weight", "head.bias"):
+        torch.testing.assert_close(after[f"new/tensor/client.{name}"], tensors[name], rtol=0, atol=0)
+    kept = tensors | {f"client.{name}": tensors[name] for name in ("head.weight", "head.bias")}
+    batch = Images(inputs["batch/patches"], None)
+    want = PLAIN.predict(vit, tensors, batch, None)
+    moved = kept | {"head.weight": tensors["head.weight"] - 3.0}
+    torch.testing.assert_close(method.predict(vit, moved, batch, None), want)
+    assert not torch.allclose(PLAIN.predict(vit, moved, batch, None), want)
+
+
 def small_vit() -> PatchViT:
     options = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 4, "heads": 2}
     vit = build_vit(SMALL, CLASSES, seed=0, options=options).double()

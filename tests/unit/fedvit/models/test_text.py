@@ -1,5 +1,6 @@
 """The model of text: what a position reads, and which methods train it."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from fedvit.methods import METHODS, build_model, make_method
 from fedvit.methods.fedala import MIX
 from fedvit.methods.step import example_inputs, predict_step, steps_of, whole_step
 from fedvit.models import TEXT
-from fedvit.models.text import TextTransformer
+from fedvit.models.text import TextTransformer, make_sinusoids
 from fedvit.program import Role, Train
 from tests.support.plays import TEXT_MODEL
 
@@ -31,9 +32,9 @@ def logits(vit: TextTransformer, tokens: Tensor) -> Tensor:
         return vit.classify(vit.run_to_class(vit.embed(tokens), 0))
 
 
-@pytest.mark.parametrize("head_width", [None, 4])
-def test_causal_model_reads_no_later_character(head_width: int | None) -> None:
-    vit = model(head_width=head_width)
+@pytest.mark.parametrize(("head_width", "form"), [(None, "vit"), (4, "vit"), (4, "fedtp")])
+def test_causal_model_reads_no_later_character(head_width: int | None, form: str) -> None:
+    vit = model(head_width=head_width, form=form)
     tokens = torch.randint(0, CLASSES, (3, 8), generator=torch.Generator().manual_seed(1))
     before = logits(vit, tokens)
     for place in range(8):
@@ -61,6 +62,27 @@ def test_model_has_the_tensors_of_its_options() -> None:
     assert "blocks.0.attn.qkv.bias" not in shapes
     assert shapes["head.weight"] == (CLASSES, 16)
     assert (vit.context, vit.width, vit.depth, vit.heads, vit.classes) == (8, 16, 1, 2, CLASSES)
+
+
+def test_fedtps_released_form() -> None:
+    """Sinusoids that nobody trains, norms behind each sum, no biases but the MLP's, and small logits."""
+    vit = model(form="fedtp", head_width=4, depth=1)
+    assert [*vit.tensors()] == [
+        "token_embed.weight", "norm_pre.weight", "norm_pre.bias",
+        *(f"blocks.0.{name}" for name in (
+            "attn.qkv.weight", "attn.proj.weight", "norm1.weight", "norm1.bias", "mlp.fc1.weight", "mlp.fc1.bias",
+            "mlp.fc2.weight", "mlp.fc2.bias", "norm2.weight", "norm2.bias",
+        )),
+        "head.weight",
+    ]  # fmt: skip
+    tokens = torch.randint(0, CLASSES, (3, 8), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        features = vit.features(vit.run_to_class(vit.embed(tokens), 0))
+    torch.testing.assert_close(features.mean(dim=2), torch.zeros(3, 8), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(vit, tokens), features @ vit.tensors()["head.weight"].T / 4)
+    places = make_sinusoids(8, 16)[0]
+    assert places[0].tolist() == [0.0, 1.0] * 8
+    assert places[3, 5].item() == pytest.approx(math.cos(3 / 10_000 ** (4 / 16)))
 
 
 @pytest.mark.parametrize("name", METHODS)

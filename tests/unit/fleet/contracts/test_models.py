@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fleet.contracts.models
-from fedvit.model_options import LSTM, RESNET, SMALL, TEXT, PackagedModel
+from fedvit.model_options import CNN, LSTM, RESNET, SMALL, TEXT, PackagedModel
 from fedvit.models.pixels import PixelModel
 from fleet.contracts import find_break
 from fleet.contracts.laws import Law
@@ -17,6 +17,7 @@ from fleet.contracts.training import SMALL_MODEL
 
 OPTIONS: dict[str, dict[str, Any]] = {
     SMALL: SMALL_MODEL,
+    CNN: {"image_size": 16, "width": 4},
     RESNET: {"image_size": 12, "width": 8, "stages": 2},
     TEXT: {"context": 12, "width": 16, "depth": 1, "heads": 2},
     LSTM: {"context": 12, "width": 8, "depth": 1},
@@ -25,7 +26,7 @@ FAST = [law for law in LAWS if "torch" not in (law.__doc__ or "")]
 
 
 @pytest.mark.parametrize("law", [*FAST, *(pytest.param(law, marks=pytest.mark.slow) for law in LAWS[len(FAST) :])])
-@pytest.mark.parametrize("name", [SMALL, RESNET, TEXT, LSTM])
+@pytest.mark.parametrize("name", [SMALL, RESNET, CNN, TEXT, LSTM])
 def test_fedvits_own_models_obey_the_laws(law: Law, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet.contracts.models, "SMALL_MODEL", OPTIONS[name])
     assert find_break(law, name) is None

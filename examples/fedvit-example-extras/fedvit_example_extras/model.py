@@ -18,6 +18,6 @@ class SmallCnn(PackagedModel):
         self.check_wholes("image_size", "width")
 
     def build(self, name: str, classes: int) -> Any:
-        from fedvit_example_extras.network import Cnn, Layers  # torch: a wrong option need not wait for it
+        from fedvit_example_extras.network import Layers, SmallCnn  # torch: a wrong option need not wait for it
 
-        return Cnn(name, self.image_size, Layers(classes, self.width))
+        return SmallCnn(name, self.image_size, Layers(classes, self.width))

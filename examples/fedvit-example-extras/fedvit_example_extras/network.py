@@ -27,7 +27,7 @@ class Layers(nn.Module):
         self.head = nn.Linear(2 * width, classes)
 
 
-class Cnn(PixelModel):
+class SmallCnn(PixelModel):
     def enter(self, images: Tensor) -> Tensor:
         return images
 

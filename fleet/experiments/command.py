@@ -24,7 +24,7 @@ from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import plan_grid
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.report import html_report, markdown_report, terminal_report
-from fleet.experiments.scheduler import Launcher, run_cells
+from fleet.experiments.scheduler import CellLauncher, run_cells
 from fleet.experiments.search import Schedule, list_rounds, search_state
 from fleet.experiments.settings import ExperimentFile
 from profiles.probes.host import usable_cores
@@ -103,13 +103,15 @@ def _check_ending(grid: Grid, schedule: Schedule) -> None:
 
 
 @contextmanager
-def _launcher(grid: Grid, folders: list[CellFolder], display: Display, flags: ExperimentFlags) -> Iterator[Launcher]:
+def _launcher(
+    grid: Grid, folders: list[CellFolder], display: Display, flags: ExperimentFlags
+) -> Iterator[CellLauncher]:
     """Launch cells in processes of this machine, or on a cluster. Raises ConfigError, LinkDown."""
     metrics = grid.experiment.trackers
     if flags.address is None:
         jobs = flags.jobs or 1
         cores = max(1, usable_cores() // jobs)
-        yield Launcher(partial(CellProcess, at_once=cores, keep=flags.keep, metrics=metrics), jobs, jobs)
+        yield CellLauncher(partial(CellProcess, at_once=cores, keep=flags.keep, metrics=metrics), jobs, jobs)
         return
     with connect(flags.address) as cluster:
         cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=flags.keep, metrics=metrics)
@@ -118,7 +120,7 @@ def _launcher(grid: Grid, folders: list[CellFolder], display: Display, flags: Ex
         at_once = cluster.at_once([cells.resources(folder) for folder in waiting])
         # without --jobs Ray gets all waiting cells, since it knows which of them fits on which node next
         jobs = flags.jobs or max(1, len(waiting))
-        yield Launcher(cells, jobs, max(1, min(jobs, at_once)))
+        yield CellLauncher(cells, jobs, max(1, min(jobs, at_once)))
 
 
 def select_cells(grid: Grid, only: tuple[str, ...]) -> Grid:

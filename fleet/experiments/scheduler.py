@@ -31,7 +31,7 @@ class CellJob(Protocol):
         """End it if it runs; finished rounds stay."""
 
 
-class Launcher(NamedTuple):
+class CellLauncher(NamedTuple):
     """Starts cells."""
 
     launch: Callable[[CellFolder], CellJob]
@@ -47,7 +47,7 @@ class _RunningCell(NamedTuple):
 def run_cells(
     folders: Sequence[CellFolder],
     schedule: Schedule,
-    launcher: Launcher,
+    launcher: CellLauncher,
     display: Display,
     *,
     line_every_s: float | None = None,
@@ -86,7 +86,7 @@ def run_cells(
 class _Work:
     """The cells of one call of `run_cells`."""
 
-    def __init__(self, schedule: Schedule, launcher: Launcher, display: Display) -> None:
+    def __init__(self, schedule: Schedule, launcher: CellLauncher, display: Display) -> None:
         self._schedule, self._launcher, self._display = schedule, launcher, display
         self.pending: list[CellFolder] = []
         self.running: list[_RunningCell] = []

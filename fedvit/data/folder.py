@@ -156,11 +156,16 @@ class DeviceData:
         def make(mine: list[int], old: Split | None) -> Split:
             rows = [table.rows[place] for place in mine]
             labels, files = [row.label for row in rows], Files([row.path for row in rows], *limits)
+            same: set[Path] = set()
             if before and old:
-                same = {path for path, now in checked.items() if before.checked.get(path) == now}
-                files.take_over(old.files, {row.path for row in rows if row.files <= same})
+                unchanged = {path for path, now in checked.items() if before.checked.get(path) == now}
+                same = {row.path for row in rows if row.files <= unchanged}
+                files.take_over(old.files, same)
             if table.task == "segmentation":
-                return MaskedSplit.of(files, [label for label in labels if isinstance(label, Path)], len(known))
+                masked = MaskedSplit.of(files, [label for label in labels if isinstance(label, Path)], len(known))
+                if isinstance(old, MaskedSplit):
+                    masked.take_over(old, same)
+                return masked
             numbers = make_sets(labels, known) if table.task == "multi_label" else _make_numbers(labels)
             return LabelledSplit(numbers, files, table.task)
 

@@ -206,11 +206,15 @@ class LabelledSplit(Split):
         return replace(self, labels=scale_labels(batch.labels, self.labels))
 
 
+UNREAD = -2
+
+
 @dataclass(frozen=True, eq=False)
 class MaskedSplit(Split):
     """Images with a class for each patch, (n, patches) int64 from `fit_labels` on, -1: none. Before, no label is known.
 
-    `known` are the classes of the patches by (image size, patch size), as places among the folder's classes.
+    `known` are the classes of the patches by (image size, patch size), as places among the folder's classes; UNREAD in
+    rows whose mask was not read yet.
     """
 
     masks: tuple[Path, ...]
@@ -221,6 +225,16 @@ class MaskedSplit(Split):
     @classmethod
     def of(cls, files: Files, masks: Sequence[Path], classes: int) -> Self:
         return cls(np.zeros((len(masks), 0), np.int64), files, tuple(masks), classes, np.arange(classes))
+
+    def take_over(self, before: "MaskedSplit", same: Collection[Path]) -> None:
+        """Take what `before` has read of the masks of those images that are the `same` since."""
+        if before.folder_classes != self.folder_classes:
+            return
+        rows = {path: row for row, path in enumerate(before.paths) if path in same}
+        both = [(new, rows[path]) for new, path in enumerate(self.paths) if path in rows]
+        for sides, known in before.known.items():
+            self.known[sides] = np.full((len(self.masks), known.shape[1]), UNREAD, np.int16)
+            self.known[sides][[new for new, _ in both]] = known[[old for _, old in both]]
 
     def relabel(self, table: Indices, classes: int) -> Self:
         places = np.where(self.places >= 0, table[self.places], -1)
@@ -237,12 +251,13 @@ class MaskedSplit(Split):
     def fit_labels(self, batch: Batch) -> Self:
         """Raises DataError for patches so small that labels would take too much memory."""
         sides = (batch.image_size, batch.patch_size)
+        check_count(len(self.masks), batch.patches)
         if sides not in self.known:
-            check_count(len(self.masks), batch.patches)
             self.known.clear()
-            rows = [self._read_mask(row, batch) for row in range(len(self.masks))]
-            self.known[sides] = np.array(rows, np.int16).reshape(len(rows), batch.patches)
+            self.known[sides] = np.full((len(self.masks), batch.patches), UNREAD, np.int16)
         found = self.known[sides]
+        for row in np.flatnonzero(found[:, 0] == UNREAD).tolist():
+            found[row] = self._read_mask(row, batch)
         return replace(self, labels=np.where(found >= 0, self.places[found], -1))
 
     def _read_mask(self, row: int, batch: Batch) -> Indices:

@@ -45,7 +45,10 @@ def _count(entry: ClassAccuracy, answer: str) -> AnswerShare:
 
 def class_sheet(classes: Sequence[ClassAccuracy]) -> Sheet:
     """Make the table of classes, with the most frequent wrong answers."""
-    figures = {"name": "class", "accuracy": "accuracy", "images": "test images", "devices": "devices"}
+    task = classes[0].task if classes else "classification"
+    share = "found" if task == "multi_label" else "accuracy"  # of its images; those of other classes do not count
+    counted = "test patches" if task == "segmentation" else "test images"
+    figures = {"name": "class", "accuracy": share, "images": counted, "devices": "devices"}
     auc = columns({"auc": "AUC"}) if any(entry.auc is not None for entry in classes) else []
     return Sheet(classes, [*columns(figures), *auc, Column("wrong", "taken for", _name_answers)])
 

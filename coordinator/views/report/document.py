@@ -15,6 +15,7 @@ from coordinator.record.record import Record
 from coordinator.record.tables import DeviceTotals, RefusalRecord
 from coordinator.run_view import DeviceView, RunView, natural_order, read_run, view_device
 from fedvit.answer_scores import add_histograms, find_auc
+from fedvit.label_forms import TaskName
 from fedvit.resources import Budget, BudgetKind, ResourceUse
 from fedvit.wire.messages import ClassCount
 from profiles.prediction import FLOP_CONVENTION, Expected, Prediction
@@ -114,6 +115,7 @@ class ClassAccuracy(Struct, frozen=True, kw_only=True):
     correct: int
     wrong: dict[str, int] = {}  # by the class that was answered, the most frequent first; empty: not counted, or none
     auc: float | None = None  # of this class against all others; None: scores were not counted
+    task: TaskName = "classification"  # of a segmentation, images are patches
 
     @property
     def accuracy(self) -> float:
@@ -279,7 +281,7 @@ def read_classes(store: Record, view: RunView) -> list[ClassAccuracy]:
         for count in result.by_class:
             if count.images:
                 counts[count.label].append(count)
-    scores = add_histograms(listed)
+    scores, task = add_histograms(listed), store.runs.read(view.run).config.get("task", "classification")
     return [
         ClassAccuracy(
             name=view.classes[label],
@@ -288,6 +290,7 @@ def read_classes(store: Record, view: RunView) -> list[ClassAccuracy]:
             correct=sum(count.correct for count in of),
             wrong=_wrong_answers(of, view.classes),
             auc=find_auc(*scores[label]) if label in scores else None,
+            task=task,
         )
         for label, of in sorted(counts.items())
         if label < len(view.classes)

@@ -1,5 +1,6 @@
 """Images with labels of other tasks: `labels.csv` beside them."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -195,6 +196,23 @@ def test_an_image_without_a_readable_mask_is_listed(tmp_path: Path) -> None:
     assert again.train.labels[1].tolist() == [0, 1, -1, 2], "the mask was mended"
     _, readable = again.train.load(np.arange(2), 4)
     assert readable.all()
+
+
+def test_a_mask_that_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+    """A folder gets pictures all the time: thousands of masks would be decoded before each task."""
+    data = DeviceData.open(write_masks(tmp_path, FOUR, ONE))
+    first = data.fit_to(PATCHES).train.labels.tolist()
+    mask = tmp_path / "masks" / "a.png"
+    size, modified_ns = mask.stat().st_size, mask.stat().st_mtime_ns
+    mask.write_bytes(b"x" * size)
+    os.utime(mask, ns=(modified_ns, modified_ns))
+    write(tmp_path, MASKS + "c.png,train,masks/b.png\n", "c")
+    later = DeviceData.open(tmp_path, before=data)
+    assert later.fit_to(PATCHES).train.labels.tolist() == [*first, [1, 1, 1, 1]]
+    assert not later.problems()
+    larger = msgspec.structs.replace(PATCHES, image_size=8)
+    assert later.fit_to(larger).train.labels.shape == (2, 16), "all are read for another size"
+    assert [path.name for path, _ in later.problems()] == ["a.png"]
 
 
 def test_patches_of_single_pixels_take_no_memory(tmp_path: Path) -> None:

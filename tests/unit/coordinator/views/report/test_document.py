@@ -15,6 +15,7 @@ from coordinator.config import make_config
 from coordinator.record.record import Record, open_record
 from coordinator.record.tables import SUM, DeviceTotals, RefusalRecord, SavedState, TaskRecord
 from coordinator.run_view import FeatureRound, view_device
+from coordinator.views.report.classes import class_sheet
 from coordinator.views.report.document import (
     ClassAccuracy,
     DeviceReport,
@@ -28,6 +29,7 @@ from coordinator.views.report.page import run_page
 from coordinator.views.report.words import feature_words
 from coordinator.views.terminal import draw_report, draw_run
 from fedvit.errors import ConfigError
+from fedvit.label_forms import TaskName
 from fedvit.resources import Budget, ResourceUse
 from fedvit.wire.messages import ClassCount, Result
 from profiles.prediction import Expected
@@ -196,6 +198,21 @@ def test_answers_by_class_are_added_up(store: Record) -> None:
         ClassAccuracy(name="ant", devices=2, images=15, correct=9, wrong={"bee": 6}),
         ClassAccuracy(name="bee", devices=1, images=5, correct=5),
     ]
+    store.runs.update(RUN, config={**store.runs.read(RUN).config, "task": "segmentation"})
+    assert {entry.task for entry in read_report(store, RUN).classes} == {"segmentation"}
+
+
+@pytest.mark.parametrize(
+    ("task", "headings"),
+    [
+        ("classification", ("accuracy", "test images")),
+        ("multi_label", ("found", "test images")),
+        ("segmentation", ("accuracy", "test patches")),
+    ],
+)
+def test_headings_of_classes_are_those_of_the_task(task: TaskName, headings: tuple[str, str]) -> None:
+    sheet = class_sheet([ClassAccuracy(name="ant", devices=1, images=4, correct=3, task=task)])
+    assert tuple(column.heading for column in sheet.columns)[1:3] == headings
 
 
 def test_duration_is_from_the_first_round_to_the_newest_closed_one(store: Record) -> None:

@@ -81,6 +81,7 @@ class DealSettings(NamedTuple):
     overwrite: bool = False  # an earlier partition
     columns: Columns = Columns()  # of a table of images
     samples: int | None = None  # images that are dealt out, drawn by the seed; None: all
+    classes: int | None = None  # the most frequent ones, of which images are dealt out; None: all
 
 
 class Division(NamedTuple):
@@ -112,14 +113,17 @@ def deal(
             raise ConfigError(
                 "FV2003", f"partition {partition} deals out single samples, which tears a text apart; use natural"
             )
-        if settings.samples is not None:
-            raise ConfigError("FV2150", f"samples = {settings.samples} draws images, and {samples.dataset} is a text")
+        for key, value in (("samples", settings.samples), ("classes", settings.classes)):
+            if value is not None:
+                raise ConfigError("FV2150", f"{key} = {value} chooses images, and {samples.dataset} is a text")
         if settings.global_test is not None:
             raise ConfigError(
                 "FV2004", f"global_test = {settings.global_test} sets images apart, and {samples.dataset} is a text"
             )
         parts = deal_out(rule, samples.annotations, devices, settings.seed)
         return _write_texts(samples, Division(parts, partition, asdict(rule)), out, settings)
+    if settings.classes is not None:
+        samples = samples.keep_frequent(settings.classes)
     if samples.other and settings.global_test is not None:
         raise ConfigError(
             "FV2004", f"global_test = {settings.global_test} needs class folders; the task is {samples.other.task}"

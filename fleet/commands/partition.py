@@ -107,6 +107,7 @@ def read_share(_: click.Context, option: click.Parameter, text: str) -> float | 
     type=click.IntRange(min=1),
     help="Side of the images, pixels (32), or characters of a text that a prediction may read (80).",
 )
+@click.option("--classes", type=click.IntRange(min=1), help="Deal out images of the most frequent classes alone.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier partition in --out.")
 @click.option("--plot", is_flag=True, help=f"Draw images by device and class, here and as {PLOT_FILE} in --out.")
 @json_flag

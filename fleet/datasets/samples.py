@@ -1,7 +1,7 @@
 """A labelled data set before it is dealt out to devices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +53,20 @@ class ArrayImages:
                 resized[index] = Image.fromarray(image).resize(side, Image.Resampling.BILINEAR)
             images = resized
         return images if images.ndim == 4 else np.repeat(images[..., None], 3, axis=3)
+
+
+class SomeImages:
+    """Some rows of a source."""
+
+    def __init__(self, source: ImageSource, rows: Indices) -> None:
+        self._source = source
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rows: Indices) -> Pixels:
+        return self._source[self._rows[rows]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,6 +176,27 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def keep_frequent(self, count: int) -> "Samples":
+        """Keep the images of the classes that have most of them, of equally frequent ones the first.
+
+        Raises ConfigError for another task than one class for each image, and for too many classes.
+        """
+        if self.other or not 0 < count <= len(self.classes):
+            of = f"the task of {self.dataset} is {self.other.task}" if self.other else f"it has {len(self.classes)}"
+            raise ConfigError("FV2150", f"classes = {count}: {self.dataset} has no such number of classes: {of}")
+        frequency = np.bincount(self.labels, minlength=len(self.classes))
+        kept = np.sort(np.argsort(-frequency, kind="stable")[:count])
+        rows = np.flatnonzero(np.isin(self.labels, kept)).astype(np.int64)
+        return replace(
+            self,
+            images=SomeImages(self.images, rows),
+            labels=np.searchsorted(kept, self.labels[rows]).astype(np.int64),
+            classes=tuple(self.classes[label] for label in kept),
+            coarse_labels=None if self.coarse_labels is None else self.coarse_labels[rows],
+            domains=None if self.domains is None else self.domains[rows],
+            official_test=None if self.official_test is None else self.official_test[rows],
+        )
 
     @property
     def annotations(self) -> Annotations:

@@ -35,6 +35,7 @@ from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
 from fleet.experiments.cells import GridCell
 from fleet.experiments.class_scores import score_classes
+from fleet.experiments.feature_attacks import attack_features
 from fleet.experiments.folder import (
     CELL_FILE,
     PROGRESS_FILE,
@@ -156,6 +157,10 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
         result = replace(result, novel=_make_round(last).accuracy, novel_by_device=last.accuracy, novel_rounds=curve)
     if cell.pictures is not UNSET:
         result = _add_pictures(result, cell, out, parts, runs)
+    if cell.attacks is not UNSET:
+        folders, _ = _divide_devices(cell, parts)
+        trained = FinishedRun(RUN, out / RUN, 0.0, runs.training)
+        result = replace(result, attacks=attack_features(trained, cell.run, folders, cell.seed, cell.attacks))
     atomic_write(folder / RESULT_FILE, msgspec.json.format(msgspec.json.encode(result), indent=2))
     if not options.keep:
         for run in (RUN, NOVEL_RUN) if runs.novel else (RUN,):

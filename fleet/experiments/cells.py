@@ -33,6 +33,7 @@ class Deal(Struct, frozen=True, kw_only=True, omit_defaults=True):
     validation_share: float | None = None  # devices test with this share of their training images
     global_test: float | Official | None = None
     samples: int | None = None  # images of the data set, drawn by the seed; None: all
+    classes: int | None = None  # the most frequent ones of the data set; None: all
     columns: dict[str, str] = {}  # of a table of images, by purpose
     parts: str | None = None  # a folder that was dealt out before, in place of the data set
     parts_digest: str | None = None  # of its `partition.json`
@@ -64,6 +65,7 @@ class GridCell(Struct, frozen=True, kw_only=True):
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
     novel: NovelDevices | UnsetType = UNSET
     attention: HeadFusion | UnsetType = UNSET  # UNSET: mean
+    attacks: int | UnsetType = UNSET  # devices whose features are attacked
     pictures: int | UnsetType = UNSET  # devices of whose models the attention is drawn; embeddings are drawn, too
 
     @property

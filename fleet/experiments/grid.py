@@ -128,7 +128,8 @@ def _make_cell(
     if experiment.novel:
         later = runs.novel if tried is UNSET else None
         novel = NovelDevices(devices=experiment.novel.devices, run=later)
-    pictures = experiment.pictures if tried is UNSET and seed == experiment.seeds[0] else None
+    is_shown = tried is UNSET and seed == experiment.seeds[0]
+    pictures = experiment.pictures if is_shown else None
     return GridCell(
         schema=SCHEMA,
         method=comparison.method,
@@ -141,6 +142,7 @@ def _make_cell(
         tried=tried,
         novel=novel,
         attention=experiment.attention if pictures and experiment.attention != "mean" else UNSET,
+        attacks=(experiment.attacks if is_shown else None) or UNSET,
         pictures=pictures or UNSET,
     )
 
@@ -158,6 +160,7 @@ def _make_deal(comparison: _Comparison, seed: int, validation_share: float | Non
         validation_share=validation_share,
         global_test=experiment.global_test,
         samples=experiment.samples,
+        classes=experiment.classes,
         columns=experiment.columns,
     )
     return _use_parts(deal, str(options[PARTS])) if kind == PARTS else deal
@@ -179,8 +182,8 @@ def _use_parts(deal: Deal, template: str) -> Deal:
         reason = f"has {len(summary.devices)} devices, the experiment {deal.devices}"
     elif summary.size != deal.image_size:
         reason = f"has samples of size {summary.size}, the experiment {deal.image_size}"
-    elif deal.samples is not None:
-        reason = f"was dealt out before, so samples = {deal.samples} has no effect; leave it out"
+    elif deal.samples is not None or deal.classes is not None:
+        reason = "was dealt out before, so samples and classes have no effect; leave them out"
     elif deal.validation_share is not None:
         reason = "cannot be divided for validation; remove validation_share and tune"
     elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():

@@ -16,8 +16,9 @@ from matplotlib.font_manager import FontProperties, findfont
 
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
+from fleet.experiments.across import Study
 from fleet.experiments.outcome import mean_interval
-from fleet.experiments.report_figures import Spread, plot_curves
+from fleet.experiments.report_figures import Spread, plot_curves, plot_novel, plot_study
 from fleet.experiments.report_tables import note_missing_seeds
 from fleet.experiments.significance import MethodRanks, find_cliques
 from profiles.report.experiment import ExperimentOutcome
@@ -72,8 +73,33 @@ def write_curves(outcome: ExperimentOutcome, partition: str, style: FigureStyle,
         plot_curves(axes, outcome, partition, BANDS[style.band])
         axes.get_figure().legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False)  # type: ignore[union-attr]
 
-    legend_rows = -(-len(outcome.methods) // LEGEND_COLUMNS)
-    _write(draw, style, 0.62 * style.width_in + legend_rows * style.font_size * 1.6 / 72, file)
+    _write(draw, style, _curve_height(style, len(outcome.methods)), file)
+
+
+def write_novel(outcome: ExperimentOutcome, partition: str, style: FigureStyle, file: Path) -> None:
+    """Write accuracy of novel devices by their rounds, a line per method."""
+
+    def draw(axes: Axes) -> None:
+        plot_novel(axes, outcome, partition)
+        axes.get_figure().legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False)  # type: ignore[union-attr]
+
+    _write(draw, style, _curve_height(style, len(outcome.methods)), file)
+
+
+def write_study(study: Study, style: FigureStyle, file: Path) -> None:
+    """Write accuracy against one option."""
+
+    def draw(axes: Axes) -> None:
+        plot_study(axes, study)
+        axes.get_figure().legend(loc="outside upper center", ncols=LEGEND_COLUMNS, frameon=False)  # type: ignore[union-attr]
+
+    _write(draw, style, _curve_height(style, len(study.lines) + len(study.levels)), file)
+
+
+def _curve_height(style: FigureStyle, entries: int) -> float:
+    """Height in inches of a plot with a legend of so many entries above it."""
+    legend_rows = -(-entries // LEGEND_COLUMNS)
+    return 0.62 * style.width_in + legend_rows * style.font_size * 1.6 / 72
 
 
 def write_bars(outcome: ExperimentOutcome, partition: str, style: FigureStyle, file: Path) -> None:

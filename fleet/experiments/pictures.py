@@ -73,7 +73,14 @@ def embed_devices(run: FinishedRun, parts: Path, seed: int, novel: FinishedRun |
 
 
 def device_kinds(summary: PartitionSummary) -> dict[str, str]:
-    """Return each device's domain or, without domains, the class of which it has most training images."""
+    """Return each device's domain or, without domains, the class of which it has most training images.
+
+    A device of one coarse label is of the first class of that label.
+    """
+    if summary.partition == "coarse_iid":
+        return {
+            entry.name: f"{min(name for name, count in entry.train.items() if count)}, ..." for entry in summary.devices
+        }
     if summary.domains and "per_domain" in summary.options:
         each = int(summary.options["per_domain"])
         return {entry.name: summary.domains[number // each] for number, entry in enumerate(summary.devices)}

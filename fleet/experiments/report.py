@@ -3,13 +3,17 @@
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from fleet.experiments.across import make_studies
 from fleet.experiments.report_figures import (
     draw_attention,
     draw_costs,
     draw_curves,
     draw_embeddings,
     draw_gains,
+    draw_novel,
     draw_spread,
+    draw_study,
+    list_attack_pictures,
 )
 from fleet.experiments.report_tables import (
     COST_UNITS,
@@ -77,6 +81,7 @@ def html_report(outcome: ExperimentOutcome) -> str:
         searches=[(search_title(search), search_note(search), search_sheet(search)) for search in outcome.searches],
         validation=VALIDATION,
         missing=describe_missing(outcome),
+        studies=[(study.name, study.option, draw_study(study)) for study in make_studies(outcome)],
         figures=[
             (
                 partition,
@@ -84,8 +89,10 @@ def html_report(outcome: ExperimentOutcome) -> str:
                 draw_costs(outcome, partition),
                 draw_spread(outcome, partition),
                 draw_gains(outcome, partition),
+                draw_novel(outcome, partition),
                 draw_embeddings(outcome, partition),
                 draw_attention(outcome, partition),
+                list_attack_pictures(outcome, partition),
             )
             for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons)
         ],

@@ -1,15 +1,18 @@
 """Pictures of an experiment's report, as SVG; the same figures give the same bytes."""
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from fleet.experiments.across import Study
 from fleet.experiments.report_tables import note_missing_seeds
 from profiles.report.curves import COSTS, add_up, curve, mean_over_seeds
 from profiles.report.experiment import EmbeddedDevice, ExperimentOutcome
@@ -57,6 +60,64 @@ def plot_curves(axes: Axes, outcome: ExperimentOutcome, partition: str, spread: 
         band.set_gid(f"band-{method}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("round")
+    axes.set_ylabel("accuracy, mean over devices")
+
+
+def draw_novel(outcome: ExperimentOutcome, partition: str) -> str | None:
+    """Mean accuracy of novel devices by their rounds, a line per method; None without two such rounds."""
+    if not any(len(entry.novel_rounds) > 1 for entry in outcome.comparisons if entry.partition == partition):
+        return None
+
+    def draw(axes: Axes) -> None:
+        plot_novel(axes, outcome, partition)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return svg(draw, width=8, height=3.2)
+
+
+def plot_novel(axes: Axes, outcome: ExperimentOutcome, partition: str) -> None:
+    """Plot the mean accuracy of novel devices after each of their rounds; the legend is the caller's."""
+    for index, method in enumerate(outcome.methods):
+        entry = outcome.comparison(method, partition)
+        if entry and entry.novel_rounds:
+            rounds = range(1, len(entry.novel_rounds) + 1)
+            (line,) = axes.plot(rounds, entry.novel_rounds, **_style(index), label=method, marker=".")
+            line.set_gid(f"novel-{method}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("round of the novel devices")
+    axes.set_ylabel("accuracy, mean over them")
+
+
+def draw_study(study: Study) -> str:
+    """Draw accuracy against one option."""
+
+    def draw(axes: Axes) -> None:
+        plot_study(axes, study)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+    return svg(draw, width=8, height=3.6)
+
+
+def plot_study(axes: Axes, study: Study) -> None:
+    """Plot a line per method against numbers, or bars beside each other; the legend is the caller's."""
+    for index, line in enumerate(study.lines):
+        heights = [point.accuracy for point in line.points]
+        errors = np.transpose([point.errors for point in line.points])
+        if study.is_numeric:
+            places = [float(point.value) for point in line.points]
+            bars = axes.errorbar(places, heights, errors, **_style(index), label=line.name, marker=".", capsize=2)
+            bars.lines[0].set_gid(f"across-{line.name}")
+            continue
+        width = 0.8 / len(study.lines)
+        places = [study.values.index(point.value) + width * (index - (len(study.lines) - 1) / 2)
+                  for point in line.points]  # fmt: skip
+        axes.bar(places, heights, width, yerr=errors, color=f"C{index % 10}", label=line.name, capsize=2)
+    for index, (method, accuracy) in enumerate(study.levels.items(), start=len(study.lines)):
+        level = axes.axhline(accuracy, color=f"C{index % 10}", linestyle="--", linewidth=0.8, label=method)
+        level.set_gid(f"level-{method}")
+    if not study.is_numeric:
+        axes.set_xticks(range(len(study.values)), [str(value) for value in study.values])
+    axes.set_xlabel(study.option)
     axes.set_ylabel("accuracy, mean over devices")
 
 
@@ -155,7 +216,9 @@ def draw_embeddings(outcome: ExperimentOutcome, partition: str) -> list[tuple[st
 
 
 def _draw_plane(devices: Sequence[EmbeddedDevice]) -> str:
-    kinds = {kind: f"C{number % 10}" for number, kind in enumerate(sorted({entry.kind for entry in devices}))}
+    names = sorted({entry.kind for entry in devices})
+    colours = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+    kinds = {kind: colours[number % len(colours)] for number, kind in enumerate(names)}
 
     def draw(axes: Axes) -> None:
         for kind, colour in kinds.items():
@@ -170,6 +233,18 @@ def _draw_plane(devices: Sequence[EmbeddedDevice]) -> str:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
     return svg(draw, width=6, height=3.6)
+
+
+def list_attack_pictures(outcome: ExperimentOutcome, partition: str) -> list[tuple[str, str, str]]:
+    """(method, what the attacker has, PNG in base 64) for the first attacked device of each method."""
+    attacks = [
+        (method, attack)
+        for method in outcome.methods
+        for cell in outcome.find_cells(method, partition)
+        for attack in (cell.result.attacks if cell.result else ())
+    ]
+    first = {(method, attack.attacker): attack for method, attack in reversed(attacks)}
+    return [(*name, b64encode(attack.picture).decode()) for name, attack in reversed(first.items())]
 
 
 def draw_attention(outcome: ExperimentOutcome, partition: str) -> str | None:

@@ -5,9 +5,10 @@ from operator import itemgetter
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from fleet.experiments.across import Study, make_studies
 from fleet.experiments.cells import as_text
 from fleet.experiments.outcome import CONFIDENCE, find_leader
-from profiles.report.experiment import ExperimentOutcome, Interval, MethodComparison, SearchOutcome
+from profiles.report.experiment import ExperimentOutcome, FeatureAttack, Interval, MethodComparison, SearchOutcome
 from profiles.report.tables import Column, Sheet
 
 COST_HEADINGS = (
@@ -43,6 +44,20 @@ GENERATED = (
     f" mean over seeds and its {CONFIDENCE:.0%} interval; 0: all devices get the same"
 )
 NOVEL_ROUNDS = "mean accuracy of these devices after each of their rounds, then over seeds"
+ATTACK_COLUMNS = (
+    "patches once", "error once", "patches ever", "error ever", "member AUC", "class distance", "if even",
+)  # fmt: skip
+ATTACKS = (
+    "mean over devices, first seed. The attacker has the device's own blocks, or their first values, and images of"
+    " other devices; error: of images that it rebuilds linearly from the features of one epoch, or of all epochs of a"
+    " round, relative to the mean image; member AUC: it tells images of the device from others, 0.5 is a guess; class"
+    " distance: between the class distributions of a device and of its upload, 0 is told, and beside it that of"
+    " equally many of each class"
+)
+ACROSS = (
+    "accuracy, mean over devices and seeds, of late evaluations where the experiment has them; methods without this"
+    " option have one figure"
+)
 CLASSES = (
     "classes of a device weigh equally: mean over devices, each on its own test images, then over seeds, and its"
     f" {CONFIDENCE:.0%} interval; - where devices do not count their answers by class"
@@ -111,6 +126,13 @@ def make_sections(outcome: ExperimentOutcome) -> list[ReportSection]:
     for name, title, read in _CLASS_SCORES:
         if rows := _mean_rows(outcome, read):
             sections.append(ReportSection(name, title, make_sheet(columns, rows), CLASSES))
+    if rows := _attack_rows(outcome):
+        sheet = make_sheet(("method", "partition", "attacker has", *ATTACK_COLUMNS), rows, names=3)
+        sections.append(ReportSection("attacks", "what features show", sheet, ATTACKS))
+    for study in make_studies(outcome):
+        columns = (study.option, *(line.name for line in study.lines), *study.levels, *_mean_heading(study))
+        title = f"{study.name}: accuracy by {study.option}"
+        sections.append(ReportSection(f"across-{study.name}", title, make_sheet(columns, _study_rows(study)), ACROSS))
     if rows := _progress_rows(outcome):
         sheet = make_sheet(_progress_headings(outcome), rows, names=2)
         sections.append(ReportSection("progress", "progress", sheet, PROGRESS, is_titled=False))
@@ -266,6 +288,43 @@ def _curve_rows(outcome: ExperimentOutcome) -> Rows:
         for entry in outcome.comparisons
         if len(entry.novel_rounds) > 1
     ]
+
+
+def _attack_rows(outcome: ExperimentOutcome) -> Rows:
+    """One row for each attacker of each method whose features were attacked; means over devices."""
+    rows = []
+    for cell in outcome.cells:
+        by_attacker: dict[str, list[FeatureAttack]] = {}
+        for attack in cell.result.attacks if cell.result else ():
+            by_attacker.setdefault(attack.attacker, []).append(attack)
+        for attacker, attacks in by_attacker.items():
+            figures = [
+                fmean(figures)
+                for figures in zip(*(
+                    (one.seen_once, one.error_once, one.seen_ever, one.error_ever, one.membership, one.told, one.even)
+                    for one in attacks
+                ), strict=True)
+            ]  # fmt: skip
+            rows.append((cell.method, cell.partition, attacker, *map(_figure, figures)))
+    return rows
+
+
+def _mean_heading(study: Study) -> tuple[str, ...]:
+    return ("mean of lines",) if len(study.lines) > 1 else ()
+
+
+def _study_rows(study: Study) -> Rows:
+    """One row for each value of the option."""
+    rows = []
+    for value in study.values:
+        figures = [
+            next((point.accuracy for point in line.points if point.value == value), None) for line in study.lines
+        ]
+        known = [figure for figure in figures if figure is not None]
+        mean = fmean(known) if len(known) == len(figures) else None
+        means = [mean] if len(study.lines) > 1 else []
+        rows.append((str(value), *map(_figure, [*figures, *study.levels.values(), *means])))
+    return rows
 
 
 def _progress_headings(outcome: ExperimentOutcome) -> tuple[str, ...]:

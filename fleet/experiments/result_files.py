@@ -8,8 +8,9 @@ import msgspec
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.wire.topics import is_name
+from fleet.experiments.across import make_studies
 from fleet.experiments.outcome import CONFIDENCE, find_leader
-from fleet.experiments.paper_figures import FigureStyle, write_bars, write_curves, write_ranks
+from fleet.experiments.paper_figures import FigureStyle, write_bars, write_curves, write_novel, write_ranks, write_study
 from fleet.experiments.report_tables import (
     COST_UNITS,
     LEADER,
@@ -170,13 +171,20 @@ def write_latex(outcome: ExperimentOutcome, tests: list[SignedRankTest], folder:
 
 
 def write_figures(outcome: ExperimentOutcome, style: FigureStyle, folder: Path) -> list[Path]:
-    """Write curves and bars of every partition with results, and ranks if there are two blocks or more."""
+    """Write curves and bars of every partition with results, curves of novel devices, accuracy against the
+    experiment's option, and ranks if there are two blocks or more."""
     written = []
     for partition in dict.fromkeys(entry.partition for entry in outcome.comparisons):
         for name, write in (("curves", write_curves), ("bars", write_bars)):
             file = folder / f"{name}-{partition}.{style.form}"
             write(outcome, partition, style, file)
             written.append(file)
+        if any(len(entry.novel_rounds) > 1 for entry in outcome.comparisons if entry.partition == partition):
+            written.append(folder / f"novel-{partition}.{style.form}")
+            write_novel(outcome, partition, style, written[-1])
+    for study in make_studies(outcome):
+        written.append(folder / f"across-{study.name}.{style.form}")
+        write_study(study, style, written[-1])
     if ranks := rank_methods(outcome):
         file = folder / f"ranks.{style.form}"
         write_ranks(ranks, style, file)

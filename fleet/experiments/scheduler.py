@@ -176,6 +176,7 @@ class Dealer:
             validation_share=division.validation_share,
             global_test=division.global_test,
             samples=division.samples,
+            classes=division.classes,
             overwrite=True,
         )
         deal(self._samples[key], division.partition, division.devices, folder.parts, settings)

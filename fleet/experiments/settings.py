@@ -70,6 +70,7 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     image_size: Annotated[int, Meta(ge=1)] | None = None  # side of the pictures as dealt out, and of the model's input
     context: Annotated[int, Meta(ge=1)] | None = None  # instead, of a text: characters of a sample
     samples: Annotated[int, Meta(ge=1)] | None = None  # images that are dealt out, drawn anew for each seed; None: all
+    classes: Annotated[int, Meta(ge=1)] | None = None  # the most frequent ones, which alone are dealt out; None: all
     devices: Annotated[int, Meta(ge=1)]
     rounds: Annotated[int, Meta(ge=1)]
     cohort: Annotated[float, Meta(gt=0, le=1)] | Annotated[int, Meta(ge=1)] = 1.0
@@ -88,6 +89,10 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     novel: NovelTable | None = None
     pictures: Annotated[int, Meta(ge=1)] | None = None  # devices of whose models the report shows the attention
     attention: HeadFusion = "mean"  # over heads, in these pictures; max: FedTP's, without the lowest weights
+    attacks: Annotated[int, Meta(ge=1)] | None = (
+        None  # devices whose features are attacked, of methods that upload some
+    )
+    across: str | None = None  # option of methods or partitions, against whose values the report draws accuracy
     reference: str | None = None  # method from which differences are measured; None: the first
     target_accuracy: Annotated[float, Meta(gt=0, le=1)] | None = None  # rounds until it is reached are reported
     late_rounds: Annotated[int, Meta(ge=1)] | None = None  # last rounds whose evaluations are averaged
@@ -239,6 +244,7 @@ def _check_settings(experiment: Experiment, where: str) -> None:
     if experiment.reference is not None and experiment.reference not in experiment.methods:
         hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError("FV2107", f"{where}: reference = {experiment.reference!r} is no method of the file{hint}")
+    _check_across(experiment, where)
     if experiment.novel and experiment.novel.devices >= experiment.devices:
         raise ConfigError(
             "FV2107",
@@ -246,6 +252,20 @@ def _check_settings(experiment: Experiment, where: str) -> None:
             f" {experiment.devices} devices for the training",
         )
     experiment.ray.check(list(experiment.methods), list(experiment.partitions), where)
+
+
+def _check_across(experiment: Experiment, where: str) -> None:
+    """Raises ConfigError for an option that no two tables give a value."""
+    option = experiment.across
+    if option is None:
+        return
+    methods = [{**table, **experiment.model_options(table)} for table in experiment.methods.values()
+               if isinstance(table.get("model_options", {}), dict)]  # fmt: skip
+    given = {str(table[option]) for table in [*experiment.partitions.values(), *methods] if option in table}
+    if len(given) < 2:
+        raise ConfigError(
+            "FV2107", f"{where}: across = {option!r}: expected an option to which methods or partitions give two values"
+        )
 
 
 def _check_method(experiment: Experiment, table: dict[str, Any], where: str) -> None:

@@ -38,6 +38,26 @@ class AttentionPicture(Struct, frozen=True, kw_only=True):
     attention: list[list[float]]  # rows of patches from the top; all together 1
 
 
+Attacker = Literal["encoder", "first values"]
+"""What an attacker has: the blocks that a device keeps, or the values with which they begin."""
+
+
+class FeatureAttack(Struct, frozen=True, kw_only=True):
+    """What one device's features show to an attacker, by images under masks; an image's error is that of a linear
+    attacker, as a share of the error of the mean image."""
+
+    device: str
+    attacker: Attacker
+    seen_once: float  # share of an image's patches that the features of one epoch show
+    seen_ever: float  # of all epochs of a round
+    error_once: float
+    error_ever: float
+    membership: float  # AUC of telling images of the device from others; 0.5: it cannot
+    told: float  # distance between the class distributions of the device and of its upload
+    even: float  # the same of equally many of each class, which say nothing but the classes
+    picture: bytes  # PNG: rows of images, as they are, from one epoch, from all
+
+
 class CellResult(Struct, frozen=True, kw_only=True):
     """The result of a cell, which is one run of the grid."""
 
@@ -70,6 +90,7 @@ class CellResult(Struct, frozen=True, kw_only=True):
     auc_by_device: dict[str, float] = {}
     embeddings: list[EmbeddedDevice] = []  # if the experiment asks for pictures
     attention: list[AttentionPicture] = []
+    attacks: list[FeatureAttack] = []  # if the experiment asks for them
 
 
 class CellOutcome(Struct, frozen=True, kw_only=True):

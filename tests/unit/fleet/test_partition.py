@@ -277,6 +277,20 @@ class TestDeal:
         assert [len(levels) for levels in drawn] == [12, 12, 12]
         assert drawn[0] == drawn[1] != drawn[2]
 
+    def test_the_most_frequent_classes(self, tmp_path: Path) -> None:
+        """Of four classes with 3, 9, 6 and 9 images the two with nine, of which one domain has none."""
+        labels = [0] * 3 + [1] * 9 + [2] * 6 + [3] * 9
+        samples = make_samples(labels, ("ant", "bee", "cat", "dog"))
+        samples = replace(
+            samples, domains=np.array([2] * 3 + [0] * 9 + [1] * 6 + [1] * 9), domain_names=("p", "q", "r")
+        )
+        summary = deal(samples, "domain", 2, tmp_path / "parts", DealSettings(classes=2))
+        assert summary.classes == ("bee", "dog")
+        assert [device.total("bee") for device in summary.devices] == [9, 0]
+        assert [device.total("dog") for device in summary.devices] == [0, 9]
+        gray = {int(np.asarray(Image.open(file))[0, 0, 0]) for file in (tmp_path / "parts").rglob("*.png")}
+        assert gray == {*range(3, 12), *range(18, 27)}
+
     def test_official_test_images_test(self, tmp_path: Path) -> None:
         """Every third of 30 images is in the data set's own test split."""
         samples = replace(make_samples([0] * 15 + [1] * 15), official_test=np.arange(30) % 3 == 0)
@@ -301,6 +315,7 @@ class TestDeal:
             (DealSettings(test_share="official", global_test="official"), True, "FV2013"),
             (DealSettings({"classes_per_device": 1}, test_share="official"), True, "FV2003"),
             (DealSettings(samples=31), True, "FV2150"),
+            (DealSettings(classes=3), True, "FV2150"),
         ],
     )
     def test_official_splits_that_do_not_fit(

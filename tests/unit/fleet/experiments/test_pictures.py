@@ -120,8 +120,8 @@ def summary(**more: Any) -> PartitionSummary:
     """Device 0 has most images of class b, all others of class a."""
     counts = [DeviceCounts(f"device-{n}", {"a": 5, "b": 9 if n == 0 else 1}, {"a": 0, "b": 99}) for n in range(8)]
     return PartitionSummary(
-        dataset="d", classes=("a", "b"), size=8, partition="x", seed=0, test_share=0.2, devices=tuple(counts),
-        **{"options": {}, **more},
+        dataset="d", classes=("a", "b"), size=8, seed=0, test_share=0.2, devices=tuple(counts),
+        **{"options": {}, "partition": "x", **more},
     )  # fmt: skip
 
 
@@ -129,6 +129,7 @@ def test_device_is_of_its_domain_or_of_the_class_that_it_has_most_of() -> None:
     assert [*device_kinds(summary()).values()] == ["b", *["a"] * 7]
     dealt = summary(domains=("clipart", "photo"), options={"per_domain": 4})
     assert [*device_kinds(dealt).values()] == [*["clipart"] * 4, *["photo"] * 4]
+    assert [*device_kinds(summary(partition="coarse_iid")).values()] == ["a, ..."] * 8
 
 
 def test_like_embeddings_lie_together_on_the_plane(tmp_path: Path) -> None:

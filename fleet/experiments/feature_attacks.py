@@ -110,10 +110,10 @@ def attack_features(
         draw = np.random.default_rng(seed)
         public = _read([others[place] for place in draw.permutation(len(others))[:PUBLIC_IMAGES]], batch)
         own, absent = (_read(split.paths[:ATTACKED_IMAGES], batch) for split in (data[device].train, data[device].test))
-        told, even = _compare_distributions(sender, data[device].train.labels, draw)
+        distance, even = _compare_distributions(sender, data[device].train.labels, draw)
         for knows in (sender, beginner):
             attack = _attack(_Scene(sender, knows, public, own, absent), seed, batch)
-            attacks.append(replace(attack, device=device, told=told, even=even))
+            attacks.append(replace(attack, device=device, distance=distance, even=even))
     return attacks
 
 
@@ -145,7 +145,7 @@ def _attack(scene: _Scene, seed: int, batch: Batch) -> FeatureAttack:
         error_once=float(np.square(scene.own - once).sum() / worst),
         error_ever=float(np.square(scene.own - every).sum() / worst),
         membership=_find_members(scene, uploads[0], masks[0]),
-        told=0.0,
+        distance=0.0,
         even=0.0,
         picture=_draw([images[:SHOWN_IMAGES] for images in (scene.own, once, every)], batch),
     )

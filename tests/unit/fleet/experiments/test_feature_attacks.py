@@ -77,13 +77,13 @@ def test_a_balanced_upload_tells_the_classes_alone(folders: list[Path], tmp_path
     """The first device trains with 24, 6 and 3 images: the median is 6, and three epochs give 9 of the last class."""
     median, _ = attack(folders, tmp_path / "median", sampler="median", mask=0.5)
     shares, sent = np.array([24, 6, 3]) / 33, np.array([6, 6, 6]) / 18
-    assert median.told == pytest.approx(np.abs(shares - sent).sum() / 2)
+    assert median.distance == pytest.approx(np.abs(shares - sent).sum() / 2)
     assert median.even == pytest.approx(np.abs(shares - 1 / 3).sum() / 2)
     one, _ = attack(folders, tmp_path / "one", sampler="median", mask=0.5, epochs=1)
-    assert one.told == pytest.approx(np.abs(shares - np.array([6, 6, 3]) / 15).sum() / 2)
+    assert one.distance == pytest.approx(np.abs(shares - np.array([6, 6, 3]) / 15).sum() / 2)
     balanced, _ = attack(folders, tmp_path / "balanced", sampler="balanced", mask=0.5, epochs=1)
-    assert balanced.told == pytest.approx(balanced.even)
-    assert one.told < one.even
+    assert balanced.distance == pytest.approx(balanced.even)
+    assert one.distance < one.even
 
 
 FILE = """

@@ -301,7 +301,10 @@ def _attack_rows(outcome: ExperimentOutcome) -> Rows:
             figures = [
                 fmean(figures)
                 for figures in zip(*(
-                    (one.seen_once, one.error_once, one.seen_ever, one.error_ever, one.membership, one.distance, one.even)
+                    (
+                        one.seen_once, one.error_once, one.seen_ever, one.error_ever,
+                        one.membership, one.distance, one.even,
+                    )
                     for one in attacks
                 ), strict=True)
             ]  # fmt: skip

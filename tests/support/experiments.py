@@ -15,7 +15,7 @@ from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
 from fleet.experiments.grid import Grid, plan_grid
 from fleet.experiments.outcome import make_outcome
-from fleet.experiments.scheduler import Launcher, run_cells
+from fleet.experiments.scheduler import CellLauncher, run_cells
 from fleet.experiments.search import Schedule
 from fleet.experiments.settings import read_experiment
 from profiles.report.curves import Accuracy, RoundFigures
@@ -90,7 +90,7 @@ def run_experiment(
         begin(folder)
         return Here(folder, graph_cache, ran, grid.experiment.trackers)
 
-    run_cells(schedule.take_runnable(), schedule, Launcher(launch), shown)
+    run_cells(schedule.take_runnable(), schedule, CellLauncher(launch), shown)
     return ExperimentRun(make_outcome(grid, schedule.over.values()), ran, shown.lines)
 
 

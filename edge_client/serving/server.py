@@ -26,6 +26,8 @@ LARGE_AT_ONCE = 2
 DECODED_BYTES = 64 << 20
 """Memory that one picture may take while it is decoded."""
 MOST_TOP = 1000
+MOST_FIELDS = 5
+"""Fields of an address's query."""
 _HEAD_BYTES = 32768
 
 
@@ -96,6 +98,17 @@ class _Handler(SmallHandler):
     longest_request: ClassVar[int] = MAX_PICTURE_BYTES + _HEAD_BYTES
     protocol_version = "HTTP/1.1"  # its clients may ask whether a picture is wanted before they send it
 
+    def parse_request(self) -> bool:
+        """Refuse an address that cannot be read, too."""
+        if not super().parse_request():
+            return False
+        try:
+            parse_qsl(urlsplit(self.path).query, max_num_fields=MOST_FIELDS)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return False
+        return True
+
     def handle_expect_100(self) -> bool:
         """Wait with the invitation until the head has been checked."""
         return True
@@ -144,7 +157,7 @@ class _Handler(SmallHandler):
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS, "other large pictures are on their way")
 
     def _predict(self, length: int, query: str) -> None:
-        top = dict(parse_qsl(query, max_num_fields=5)).get("top", "1")
+        top = dict(parse_qsl(query)).get("top", "1")
         if not re.fullmatch(r"[0-9]{1,4}", top) or not 1 <= int(top) <= MOST_TOP:
             self._refuse(HTTPStatus.BAD_REQUEST, f"top={top[:20]!r} must be a number from 1 to {MOST_TOP}")
             return

@@ -50,6 +50,7 @@ def test_picture_is_answered(web: PredictServer) -> None:
         ("POST", "/predict?top=0", PICTURE, 400),
         ("POST", "/predict?top=x", PICTURE, 400),
         ("POST", "/predict?top=99999", PICTURE, 400),
+        ("POST", "/predict?a=1&b=1&c=1&d=1&e=1&top=1", PICTURE, 400),
         ("POST", "/other", PICTURE, 404),
         ("GET", "/predict", b"", 404),
         ("PUT", "/predict", b"", 501),
@@ -61,6 +62,13 @@ def test_wrong_request_gets_a_reason(web: PredictServer, method: str, path: str,
     assert answer["error"]
     assert answer["code"].startswith("FV")
     assert request(web.port, "POST", "/predict", PICTURE)[0] == 200
+
+
+def test_address_that_cannot_be_read_gets_a_reason(web: PredictServer) -> None:
+    with socket.create_connection(("127.0.0.1", web.port), timeout=60) as link, link.makefile("rb") as answer:
+        link.sendall(b"GET http://[/health HTTP/1.1\r\n\r\n")
+        assert answer.readline().startswith(b"HTTP/1.1 400 ")
+        assert b"FV1493" in answer.read()
 
 
 def test_size_is_bounded_before_anything_is_read(web: PredictServer) -> None:

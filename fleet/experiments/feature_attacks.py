@@ -75,18 +75,17 @@ class _Decoder(NamedTuple):
         values = self.mean_NV.shape[1]
         return read[..., :values], read[..., values:].argmax(axis=-1).astype(np.int64)
 
-    def rebuild(self, uploads: Sequence[Floats]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """(B, N, V) images from the uploads of the same images, and (B, N) how often each patch was seen."""
+    def rebuild(self, uploads: Sequence[Floats]) -> npt.NDArray[np.float64]:
+        """(B, N, V) images from uploads of the same images: the mean of what is read for a place, or the mean image."""
         patches, values = self.mean_NV.shape
         images = len(uploads[0])
-        total, seen = np.zeros((images, patches, values)), np.zeros((images, patches))
+        total, count = np.zeros((images, patches, values)), np.zeros((images, patches, 1))
         rows = np.arange(images)[:, None]
         for features_BKD in uploads:
             pixels_BKV, places_BK = self.decode(features_BKD)
             np.add.at(total, (rows, places_BK), pixels_BKV)
-            np.add.at(seen, (rows, places_BK), 1)
-        rebuilt = np.where(seen[..., None] > 0, total / np.maximum(seen, 1)[..., None], self.mean_NV)
-        return rebuilt, seen
+            np.add.at(count, (rows, places_BK), 1)
+        return np.where(count > 0, total / np.maximum(count, 1), self.mean_NV)
 
 
 def attack_features(
@@ -113,7 +112,7 @@ def attack_features(
         distance, even = _compare_distributions(sender, data[device].train.labels, draw)
         for knows in (sender, beginner):
             attack = _attack(_Scene(sender, knows, public, own, absent), seed, batch)
-            attacks.append(replace(attack, device=device, distance=distance, even=even))
+            attacks.append(replace(attack, device=device, class_distance=distance, even_distance=even))
     return attacks
 
 
@@ -134,19 +133,21 @@ def _attack(scene: _Scene, seed: int, batch: Batch) -> FeatureAttack:
     noise = [Seeds(seed, epoch, SENDER) for epoch in range(len(masks))]
     uploads = [sender.encode(scene.own, kept, drawn) for kept, drawn in zip(masks, noise, strict=True)]
     decoder = _fit(scene, draw, keep)
-    once, seen_once = decoder.rebuild(uploads[:1])
-    every, seen_ever = decoder.rebuild(uploads)
+    once, every = decoder.rebuild(uploads[:1]), decoder.rebuild(uploads)
+    seen = np.zeros((len(scene.own), patches), bool)
+    for kept in masks:
+        np.put_along_axis(seen, kept, True, axis=1)
     worst = np.square(scene.own - decoder.mean_NV).sum()
     return FeatureAttack(
         device="",
         attacker="encoder" if scene.knows is sender else "first values",
-        seen_once=float((seen_once > 0).mean()),
-        seen_ever=float((seen_ever > 0).mean()),
+        seen_once=keep / patches,
+        seen_ever=float(seen.mean()),
         error_once=float(np.square(scene.own - once).sum() / worst),
         error_ever=float(np.square(scene.own - every).sum() / worst),
         membership=_find_members(scene, uploads[0], masks[0]),
-        distance=0.0,
-        even=0.0,
+        class_distance=0.0,
+        even_distance=0.0,
         picture=_draw([images[:SHOWN_IMAGES] for images in (scene.own, once, every)], batch),
     )
 

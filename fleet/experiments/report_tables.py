@@ -44,9 +44,16 @@ GENERATED = (
     f" mean over seeds and its {CONFIDENCE:.0%} interval; 0: all devices get the same"
 )
 NOVEL_ROUNDS = "mean accuracy of these devices after each of their rounds, then over seeds"
-ATTACK_COLUMNS = (
-    "patches once", "error once", "patches ever", "error ever", "member AUC", "class distance", "if even",
-)  # fmt: skip
+ATTACK_COLUMNS = {
+    "patches once": "seen_once",
+    "error once": "error_once",
+    "patches ever": "seen_ever",
+    "error ever": "error_ever",
+    "member AUC": "membership",
+    "class distance": "class_distance",
+    "if even": "even_distance",
+}
+"""Heading -> field of an attack."""
 ATTACKS = (
     "mean over devices, first seed. The attacker has the device's own blocks, or their first values, and images of"
     " other devices; error: of images that it rebuilds linearly from the features of one epoch, or of all epochs of a"
@@ -298,16 +305,7 @@ def _attack_rows(outcome: ExperimentOutcome) -> Rows:
         for attack in cell.result.attacks if cell.result else ():
             by_attacker.setdefault(attack.attacker, []).append(attack)
         for attacker, attacks in by_attacker.items():
-            figures = [
-                fmean(figures)
-                for figures in zip(*(
-                    (
-                        one.seen_once, one.error_once, one.seen_ever, one.error_ever,
-                        one.membership, one.distance, one.even,
-                    )
-                    for one in attacks
-                ), strict=True)
-            ]  # fmt: skip
+            figures = [fmean(getattr(one, field) for one in attacks) for field in ATTACK_COLUMNS.values()]
             rows.append((cell.method, cell.partition, attacker, *map(_figure, figures)))
     return rows
 

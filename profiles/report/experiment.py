@@ -53,8 +53,8 @@ class FeatureAttack(Struct, frozen=True, kw_only=True):
     error_once: float
     error_ever: float
     membership: float  # AUC of telling images of the device from others; 0.5: it cannot
-    distance: float  # distance between the class distributions of the device and of its upload
-    even: float  # the same of equally many of each class, which say nothing but the classes
+    class_distance: float  # distance between the class distributions of the device and of its upload
+    even_distance: float  # the same of equally many of each class, which say nothing but the classes
     picture: bytes  # PNG: rows of images, as they are, from one epoch, from all
 
 

@@ -41,7 +41,7 @@ RIDGE = 1e-3
 
 
 class _Encoder(NamedTuple):
-    """What turns masked images into the features that a device uploads."""
+    """The blocks that turn masked images into the features that a device uploads."""
 
     method: Method
     vit: PatchViT

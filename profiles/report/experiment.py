@@ -39,11 +39,11 @@ class AttentionPicture(Struct, frozen=True, kw_only=True):
 
 
 Attacker = Literal["encoder", "first values"]
-"""What an attacker has: the blocks that a device keeps, or the values with which they begin."""
+"""Knowledge of an attacker: the blocks that a device keeps, or the values with which they begin."""
 
 
 class FeatureAttack(Struct, frozen=True, kw_only=True):
-    """What one device's features show to an attacker, by images under masks; an image's error is that of a linear
+    """Success of an attacker on one device's features, by images under masks; an image's error is that of a linear
     attacker, as a share of the error of the mean image."""
 
     device: str

@@ -12,12 +12,12 @@ from tests.backbones.table import NAMES, Row, build, choose_methods, describe, r
 
 
 @pytest.fixture(scope="module")
-def verified() -> dict[str, str]:
+def rows() -> dict[str, str]:
     return {}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_graphs_are_verified(name: str, verified: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_graphs_are_verified(name: str, rows: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     """Export raises ExportMismatch for a graph that differs from torch's step."""
     row: Row | None = None
     methods = choose_methods(build(name, is_empty=True))
@@ -28,9 +28,9 @@ def test_graphs_are_verified(name: str, verified: dict[str, str], tmp_path_facto
         assert {"predict"} < graphs.keys()
         row = describe(vit)
     assert row is not None
-    verified[name] = row.write(methods)
+    rows[name] = row.write(methods)
 
 
-def test_the_page_lists_what_was_verified(verified: dict[str, str]) -> None:
-    store_rows([verified[name] for name in NAMES])
-    assert read_rows() == verified
+def test_the_page_lists_what_was_verified(rows: dict[str, str]) -> None:
+    store_rows([rows[name] for name in NAMES])
+    assert read_rows() == rows

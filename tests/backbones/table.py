@@ -30,7 +30,7 @@ NAMES = (
     "vit_large_patch16_dinov3",
 )
 OPTIONS = {name: {"image_size": 224} for name in NAMES if name.endswith("dinov2")}
-"""Of models whose images are larger by default."""
+"""Smaller images for models that read large ones by default."""
 POOLS = {"token": "class token", "avg": "mean of tokens", "map": "attention over tokens"}
 METHODS = ("fed_head", "fedavg")
 

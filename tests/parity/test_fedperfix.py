@@ -45,7 +45,7 @@ def timm_model() -> Any:
     return build_vit(SMALL, CLASSES, seed=1, options=MODEL).vit
 
 
-def named(theirs: nn.Module) -> dict[str, Tensor]:
+def list_tensors(theirs: nn.Module) -> dict[str, Tensor]:
     """Their tensors by our names."""
     return {name.removeprefix(INSIDE): value.detach() for name, value in theirs.named_parameters()}
 
@@ -125,7 +125,7 @@ def start(theirs: nn.Module, seed: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     for value in theirs.parameters():
         value.data += 0.05 * torch.randn(value.shape, generator=draw)
-    return in_double({name: value.clone() for name, value in named(theirs).items()})
+    return in_double({name: value.clone() for name, value in list_tensors(theirs).items()})
 
 
 def train(name: str, options: dict[str, Any], tensors: Named, batches: Any) -> tuple[PatchViT, dict[str, Tensor]]:
@@ -147,8 +147,8 @@ def test_apfl() -> None:
     )  # fmt: skip
     client.train()
     vit, after = train("apfl", {"form": "code", "epochs": 2}, tensors, batches)
-    assert_equal({name: after[name] for name in vit.tensors()}, in_double(named(shared)), SINGLE)
-    assert_equal(select_twins(after), in_double(named(personal)), SINGLE)
+    assert_equal({name: after[name] for name in vit.tensors()}, in_double(list_tensors(shared)), SINGLE)
+    assert_equal(select_twins(after), in_double(list_tensors(personal)), SINGLE)
     assert float(after[ALPHA]) == pytest.approx(client.alpha, abs=SINGLE)
     assert client.alpha != 0.25
 
@@ -167,4 +167,4 @@ def test_per_fedavg() -> None:
     client.train()
     batches = [(images[order], labels[order]) for images, labels in halves]
     _, after = train("per_fedavg", {"epochs": 2, "batch_size": 6}, tensors, batches)
-    assert_equal(after, in_double(named(theirs)), SINGLE)
+    assert_equal(after, in_double(list_tensors(theirs)), SINGLE)

@@ -38,7 +38,7 @@ vit_module, hyper_module, cnn_module, text_module, trainers = load_modules(
 )  # fmt: skip
 
 
-def released_vit(seed: int) -> Any:
+def make_released_vit(seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = vit_module.ViT(
@@ -74,7 +74,7 @@ def our_model(name: str, options: dict[str, Any]) -> tuple[Any, PatchViT]:
 
 def test_the_model() -> None:
     """Logits and all gradients."""
-    theirs = released_vit(1)
+    theirs = make_released_vit(1)
     method, vit = our_model("fedavg", {})
     [(images, labels)] = draw_batches(0, [6], SIDE, CLASSES)
     logits = theirs(images)
@@ -166,7 +166,7 @@ def test_the_model_of_text() -> None:
 # --- the server -----------------------------------------------------------------------------------------
 
 
-def released_hypernetwork() -> Any:
+def make_released_hypernetwork() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         made = hyper_module.ViTHyper(
@@ -192,7 +192,7 @@ def as_memory(hypernetwork: Any) -> dict[str, Any]:
 
 
 def test_the_hypernetwork() -> None:
-    theirs = released_hypernetwork()
+    theirs = make_released_hypernetwork()
     method, vit = our_model("fedtp", {"embedding_dim": EMBEDDING_DIM, "hidden": HIDDEN})
     state = ServerState({}, as_memory(theirs))
     for device in range(DEVICES):
@@ -204,7 +204,7 @@ def test_the_hypernetwork() -> None:
 def test_three_rounds() -> None:
     """Three of four devices a round, each with two epochs on two batches of its own: shared weights, hypernetwork and
     all embeddings, those of devices that were not asked, too."""
-    model, hypernetwork = released_vit(1), released_hypernetwork()
+    model, hypernetwork = make_released_vit(1), make_released_hypernetwork()
     batches = [draw_batches(device, [IMAGES[device]] * 2, SIDE, CLASSES) for device in range(DEVICES)]
     method, vit = our_model(
         "fedtp",
@@ -241,7 +241,7 @@ def _run_released_round(
     mean = {name: torch.zeros_like(value) for name, value in start.items()}
     gradients = [torch.zeros_like(value) for value in hypernetwork.parameters()]
     for place, device in enumerate(cohort):
-        net, share = released_vit(0), IMAGES[device] / images
+        net, share = make_released_vit(0), IMAGES[device] / images
         net.load_state_dict({**start, **{name: value.detach() for name, value in made[place].items()}})
         descent = torch.optim.SGD(net.parameters(), lr=RATE)
         for _ in range(2):
@@ -293,7 +293,7 @@ def batches() -> Any:
 
 def test_pfedme(batches: Any) -> None:
     """Two epochs of two batches with five inner steps each: both models."""
-    theirs, begin = released_vit(0), released_vit(1)
+    theirs, begin = make_released_vit(0), make_released_vit(1)
     theirs.load_state_dict(begin.state_dict())
     first = ours(begin.state_dict())
     _, _, shared = trainers.train_net_pfedMe(0, theirs, begin, [batches], [batches], 2, 0.01, "sgd", ARGUMENTS)
@@ -307,7 +307,7 @@ def test_pfedme(batches: Any) -> None:
 
 def test_fedrod(batches: Any) -> None:
     """Two epochs of two batches: the model and the personal head."""
-    theirs, head = released_vit(1), nn.Linear(WIDTH, CLASSES).double()
+    theirs, head = make_released_vit(1), nn.Linear(WIDTH, CLASSES).double()
     first = ours(theirs.state_dict()) | {f"{PERSONAL_HEAD}.{name}": v.clone() for name, v in head.state_dict().items()}
     counts = torch.bincount(torch.cat([labels for _, labels in batches]), minlength=CLASSES)
     trainers.train_net_fedRod(0, theirs, head, counts, [batches], [batches], 2, RATE, "sgd", ARGUMENTS)

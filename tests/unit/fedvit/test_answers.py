@@ -1,4 +1,4 @@
-"""How right an answer is, by the task of the run."""
+"""Right answers by the task of the run."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a label of each task is."""
+"""Labels of each task."""
 
 import pytest
 

@@ -278,7 +278,7 @@ class TestDeal:
         assert drawn[0] == drawn[1] != drawn[2]
 
     def test_the_most_frequent_classes(self, tmp_path: Path) -> None:
-        """Of four classes with 3, 9, 6 and 9 images the two with nine, of which one domain has none."""
+        """The two with nine images of four classes with 3, 9, 6 and 9, of which one domain has none."""
         labels = [0] * 3 + [1] * 9 + [2] * 6 + [3] * 9
         samples = make_samples(labels, ("ant", "bee", "cat", "dog"))
         samples = replace(

@@ -1,4 +1,4 @@
-"""What uploaded features show: more of them show more, and balanced uploads say nothing of the class distribution."""
+"""Attacks on uploaded features: more of them show more, and balanced uploads say nothing of the class distribution."""
 
 import io
 from pathlib import Path
@@ -48,7 +48,7 @@ def attack(folders: list[Path], out: Path, privacy: Any = None, **options: Any) 
 
 
 def test_more_uploads_show_more(folders: list[Path], tmp_path: Path) -> None:
-    """Of 16 patches 4 are kept, so 1 - 0.75^3 of them are seen in three epochs."""
+    """4 of 16 patches are kept, so 1 - 0.75^3 of them are seen in three epochs."""
     own, first_values = attack(folders, tmp_path, mask=0.75, sampler="median")
     assert (own.device, own.attacker, first_values.attacker) == ("device-0", "encoder", "first values")
     assert own.seen_once == 0.25

@@ -17,7 +17,7 @@ HEAD = 'dataset = "digits"\nimage_size = 16\ndevices = 10\nrounds = 1\nseeds = [
 EVEN = '[partitions.even]\npartition = "iid"\n'
 
 
-def make_outcome(tmp_path: Path, text: str) -> ExperimentOutcome:
+def measure(tmp_path: Path, text: str) -> ExperimentOutcome:
     """The second seed is 0.1 ahead of the first; each method is 0.01 ahead of the one before it."""
     grid = read_grid(written_experiment(tmp_path, HEAD + text))
     names = list(dict.fromkeys((cell.partition, cell.method) for cell in grid.cells))
@@ -33,7 +33,7 @@ def test_numbers_become_lines_with_intervals(tmp_path: Path) -> None:
     for method in ("fedavg", "fedper"):
         for share in ("0.5", "0.1"):
             text += f'[methods.{method}-{share.replace(".", "")}]\nmethod = "{method}"\ncohort = {share}\n'
-    outcome = make_outcome(tmp_path, text)
+    outcome = measure(tmp_path, text)
     (study,) = make_studies(outcome)
     assert (study.name, study.option, study.values, study.is_numeric) == ("even", "cohort", [0.1, 0.5], True)
     assert [line.name for line in study.lines] == ["fedavg", "fedper"]
@@ -53,9 +53,7 @@ def test_partitions_that_differ_in_the_option_share_a_picture(tmp_path: Path) ->
     text = 'across = "max_std"\n'
     for noise in (0, 5, 20):
         text += f'[partitions.noise-{noise}]\npartition = "feature_noise"\nmax_std = {noise}.0\n'
-    outcome = make_outcome(
-        tmp_path, f'{text}[methods.fedavg]\nmethod = "fedavg"\n[methods.fedper]\nmethod = "fedper"\n'
-    )
+    outcome = measure(tmp_path, f'{text}[methods.fedavg]\nmethod = "fedavg"\n[methods.fedper]\nmethod = "fedper"\n')
     (study,) = make_studies(outcome)
     assert (study.name, study.values) == ("noise", [0.0, 5.0, 20.0])
     assert {line.name: len(line.points) for line in study.lines} == {"fedavg": 3, "fedper": 3}
@@ -68,7 +66,7 @@ def test_parts_become_bars_and_their_mean_is_the_papers_overall(tmp_path: Path) 
         for head in ("false", "true"):
             name = f"{part}{'-head' if head == 'true' else ''}"
             text += f'[methods.{name}]\nmethod = "personal_part"\npart = "{part}"\nwith_head = {head}\n'
-    outcome = make_outcome(tmp_path, text)
+    outcome = measure(tmp_path, text)
     (study,) = make_studies(outcome)
     assert (study.values, study.is_numeric) == (["norm", "attn"], False)
     assert [line.name for line in study.lines] == ["with_head = False", "with_head = True"]
@@ -81,7 +79,7 @@ def test_options_of_models_count_and_unknown_ones_are_refused(tmp_path: Path) ->
     rows = "".join(
         f'[methods.deep-{depth}]\nmethod = "fedavg"\nmodel_options = {{ depth = {depth} }}\n' for depth in (1, 2)
     )
-    (study,) = make_studies(make_outcome(tmp_path, 'across = "depth"\n' + EVEN + rows))
+    (study,) = make_studies(measure(tmp_path, 'across = "depth"\n' + EVEN + rows))
     assert [(line.name, len(line.points)) for line in study.lines] == [("deep", 2)]
     with pytest.raises(ConfigError, match="across = 'width'") as caught:
         read_grid(written_experiment(tmp_path, HEAD + 'across = "width"\n' + EVEN + rows))

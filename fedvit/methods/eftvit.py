@@ -83,8 +83,9 @@ class EFTViT(Method):
             GroupRule(f"block.{block}", Role.GLOBAL, (f"blocks.{block}.*",))
             for block in range(self.local_blocks, vit.depth)
         )
+        client = (GroupRule("client_head", Role.LOCAL, (f"{CLIENT}*",)),) if self.client_head else ()
         return (
-            GroupRule("client_head", Role.LOCAL, (f"{CLIENT}*",)),
+            *client,
             GroupRule("head", Role.SEEDED, ("head.*",)),
             GroupRule("norm", Role.GLOBAL, ("norm.*", "attn_pool.*", "fc_norm.*")),
             *blocks,

@@ -22,7 +22,7 @@ class AnswerTally:
     """Counts answers by class, and wrong ones by what was answered where there are few classes."""
 
     reads_scores = False
-    """Whether `add` reads the model's outputs; else their largest are enough."""
+    """True if `add` reads the model's outputs; else their largest are enough."""
 
     def __init__(self, classes: int) -> None:
         self.correct = 0.0

@@ -1,4 +1,4 @@
-"""What a device counts of an evaluation, by task."""
+"""Counts of an evaluation on a device, by task."""
 
 import msgspec
 import numpy as np

@@ -166,6 +166,11 @@ class SharedBlobs:
                 view.held.add(digest)
                 self._keepers[digest] += 1
 
+    def may_keep(self, view: "BlobView", digest: str) -> bool:
+        """Return whether a device may have kept a blob in an earlier process: it has not called `keep_only` yet."""
+        with self._lock:
+            return view in self._silent and view.path(digest) in self._unclaimed
+
     def keep_only(self, view: "BlobView", keep: set[str]) -> int:
         """Set the blobs that a device keeps; return the bytes of deleted blobs, which no device keeps."""
         with self._lock:
@@ -193,7 +198,7 @@ class BlobView(BlobStore):
         self._shared = shared
 
     def keeps(self, digest: str) -> bool:
-        return digest in self.held and self.has(digest)
+        return (digest in self.held or self._shared.may_keep(self, digest)) and self.has(digest)
 
     def put(self, *pieces: bytes | memoryview) -> Manifest:
         self._shared.hold(self, digest_of(*pieces))

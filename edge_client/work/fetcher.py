@@ -53,17 +53,19 @@ class BlobFetcher:
             self._storage.vault.reopen(task.run)
             inline, new_bytes = self._storage.keep_inline(task)
             execution.fetched_bytes += new_bytes
+            described = manifests | {step.patch.digest: step.patch for step in task.recipes}
+            # before `prune`, which notes that this device keeps them; another one that shares the folder may have some
+            execution.lacking = {one.digest: one.size for one in described.values() if not blobs.keeps(one.digest)}
             recipes = task.recipes if self._worker.accepts_delta_chains else ()
-            execution.delta_chains = delta_chains(dict.fromkeys(task.groups.values()), recipes, manifests, blobs.has)
+            execution.delta_chains = delta_chains(dict.fromkeys(task.groups.values()), recipes, manifests, blobs.keeps)
             bases = {chain.base for chain in execution.delta_chains if chain.base}
             patches = [step.patch.digest for chain in execution.delta_chains for step in chain.steps]
             # inline blobs stay even if unused: they come again with the next task, and count once
             beside = blobs_beside(task, self._storage.vault, blobs)
             blobs.prune(keep={*manifests, *self._link.list_served(), *bases, *patches, *inline, *beside})
-            manifests |= {step.patch.digest: step.patch for step in recipes}
             rebuilt = {chain.target.digest for chain in execution.delta_chains}
             whole = [digest for digest in task.groups.values() if digest not in rebuilt]
-            self._fetch(execution, [task.program, *patches, *whole], manifests)
+            self._fetch(execution, [task.program, *patches, *whole], described)
         except (FedvitError, OSError) as error:
             self._fail(execution, error)
 
@@ -88,7 +90,7 @@ class BlobFetcher:
         self._storage.disk.make_room(execution.task.run, new_bytes)
         of_task = TaskName.of(execution.task, self._link.identity.device)
         execution.missing = set(digests)
-        execution.fetched_bytes += sum(manifests[digest].size for digest in execution.missing if not blobs.has(digest))
+        self._count(execution, digests)
 
         def finish(manifest: Manifest, error: Exception | None) -> None:
             if execution.stop.is_set():
@@ -115,6 +117,7 @@ class BlobFetcher:
             check_policy(self._policy, program, execution.task, ledger=self._storage.ledger, images=images)
             digests = [graph.digest for graph in program.graphs.values()]
             digests += [group.initial for group in program.groups.values() if group.initial]
+            self._count(execution, digests)
             if missing := [digest for digest in digests if not self._storage.blobs.has(digest)]:
                 self._fetch(execution, missing, manifests)
             else:
@@ -123,3 +126,8 @@ class BlobFetcher:
             self.fetch_again(execution, error)
         except (FedvitError, OSError) as error:
             self._fail(execution, error)
+
+    @staticmethod
+    def _count(execution: TaskExecution, digests: list[str]) -> None:
+        """Add the bytes of blobs that the device lacked, each once, also those in a shared folder."""
+        execution.fetched_bytes += sum(execution.lacking.pop(digest, 0) for digest in digests)

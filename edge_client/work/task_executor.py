@@ -82,6 +82,7 @@ class TaskExecution:
     missing: set[str] = field(default_factory=set)
     delta_chains: list[DeltaChain] = field(default_factory=list)  # for blobs that this device rebuilds
     fetched_bytes: int = 0
+    lacking: dict[str, int] = field(default_factory=dict)  # described blobs that are not this device's -> bytes
     fetched_anew: Counter[str] = field(default_factory=Counter)  # blobs that were damaged here -> how often
     working: bool = False
 

@@ -71,12 +71,13 @@ def make_agent(
     federation: str = "home",
     guard: Guard | None = None,
     policy: Policy | None = None,
+    blobs: BlobStore | None = None,
     recent_log: Callable[[], str] = lambda: "",
 ) -> Agent:
     """Connect the parts of a real agent, whose state is in `home`."""
     policy = policy or Policy()
     identity = DeviceIdentity(device=name, federation=federation, software="9.9", profile=PROFILE)
-    storage = DeviceStorage(Vault(home / "vault"), BlobStore(home / "blobs"), images)
+    storage = DeviceStorage(Vault(home / "vault"), blobs or BlobStore(home / "blobs"), images)
     link = DeviceLink(identity, transport, storage, failure_text=FailureText(recent_log, PrivatePaths([home]).hide))
     executor = TaskExecutor(link, storage, Runtime(1), guard or Guard(), policy)
     status = StatusFile(home / "status.json", identity, broker="memory")
@@ -93,15 +94,13 @@ class Device:
         state: Path,
         *,
         once: bool = False,
-        guard: Guard | None = None,
-        policy: Policy | None = None,
         growing: bool = False,
-        recent_log: Callable[[], str] = lambda: "",
+        **changed: Any,
     ) -> None:
         self.transport = MemoryTransport(SimpleQueue(), broker, "pi")
         split_file = state / "split.json"
         images = GrowingFolder(digits, split_file=split_file) if growing else FixedImages(DeviceData.open(digits))
-        self.agent = make_agent("pi", self.transport, images, state, guard=guard, policy=policy, recent_log=recent_log)
+        self.agent = make_agent("pi", self.transport, images, state, **changed)
         self.vault, self.blobs = self.agent.storage.vault, self.agent.storage.blobs
         self.outcome: str | BaseException | None = None
         self._stop = threading.Event()

@@ -10,6 +10,7 @@ import fedvit.blobs
 from edge_client.storage import integrity as integrity_module
 from fedvit.blobs import is_whole
 from fedvit.wire.messages import BlobNack, Result
+from fleet.shared import SharedBlobs
 from tests.support.agents import Device, World, run_rounds, start_again, with_a_patch, with_local_head
 from tests.support.damage import flip
 from tests.support.settings import Setting
@@ -32,6 +33,22 @@ def test_every_damaged_blob_is_fetched_anew(worlds: Callable[[], World], fedavg:
     for digest in needed:
         assert any(str(digest).removeprefix("blake3:") in what for what in damaged.told), digest
     assert len(damaged.told) <= len(spoilt)
+
+
+def test_bytes_count_even_if_another_device_that_shares_the_folder_has_them(
+    worlds: Callable[[], World], fedavg: Setting
+) -> None:
+    alone = worlds()
+    alone.device()
+    fetched = alone.result(fedavg).use.fetched_bytes
+    shared = worlds()
+    folder = SharedBlobs(shared.state / "blobs")
+    shared.device(blobs=folder.view())
+    other, task = folder.view(), shared.task(fedavg)
+    for manifest in task.blobs:
+        other.put(shared.server.blobs.get(manifest.digest))
+    shared.server.tell(task)
+    assert shared.server.expect(Result).use.fetched_bytes == fetched == sum(one.size for one in task.blobs)
 
 
 def test_damaged_frozen_weights_train_no_other_model(worlds: Callable[[], World], eftvit: Setting) -> None:

@@ -185,17 +185,17 @@ def count_gram_values(width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sums:
+class RidgeSums:
     """G and M over some images, in float64. Letters: D numbers of a feature, C classes."""
 
     gram: Floats  # (D, D), with a bias (D + 1, D + 1)
     moments: Floats  # (D, C), with a bias (D + 1, C): the last row counts images
 
-    def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.gram + other.gram, self.moments + other.moments)
+    def __add__(self, other: "RidgeSums") -> "RidgeSums":
+        return RidgeSums(self.gram + other.gram, self.moments + other.moments)
 
     @classmethod
-    def of(cls, gram: Floats, moments: Floats, width: int) -> "Sums":
+    def of(cls, gram: Floats, moments: Floats, width: int) -> "RidgeSums":
         """Unfold sums as devices send them. The bias' row of G is the sum of M's columns: each image has one class."""
         gram, moments = gram * find_unit(GRAM, width), moments * find_unit(MOMENTS, width)
         square, place = np.zeros((len(moments),) * 2), 0
@@ -269,7 +269,7 @@ class RidgeRegression(ServerRule):
                 total += images * value.astype(np.float64)
                 memory[f"{SUMS}{device}/{name}"] = value
         fitted, held_out = (
-            Sums.of(totals[f"{part}.{GRAM}"], totals[f"{part}.{MOMENTS}"], count) for part in (FITTED, HELD_OUT)
+            RidgeSums.of(totals[f"{part}.{GRAM}"], totals[f"{part}.{MOMENTS}"], count) for part in (FITTED, HELD_OUT)
         )
         strength = self._choose(fitted, held_out)
         solved = self.make_tensors(fitted + held_out, strength, sum(kept.images for kept in by_device.values()))
@@ -279,7 +279,7 @@ class RidgeRegression(ServerRule):
         figures = {"ridge": strength, "kept_devices": float(len(by_device)), "kept_bytes": float(kept_bytes)}
         return replace(state, tensors=tensors, memory=memory), figures
 
-    def make_tensors(self, sums: Sums, strength: float, images: int) -> dict[str, Floats]:
+    def make_tensors(self, sums: RidgeSums, strength: float, images: int) -> dict[str, Floats]:
         """Return the values that follow from the sums of so many images: the head."""
         weights = sums.solve(strength)
         width = len(weights) - self.bias
@@ -302,7 +302,7 @@ class RidgeRegression(ServerRule):
     def _is_forgotten(self, device: str) -> bool:
         return any(device == pattern or fnmatchcase(device, pattern) for pattern in self.forget)
 
-    def _choose(self, fitted: Sums, held_out: Sums) -> float:
+    def _choose(self, fitted: RidgeSums, held_out: RidgeSums) -> float:
         """Choose the lambda whose solution for the fitted images errs least on the others.
 
         Without held-out images, as on small devices, it is the middle one of the list.

@@ -18,7 +18,7 @@ from fedvit.methods.analytic import (
     Analytic,
     Floats,
     RidgeRegression,
-    Sums,
+    RidgeSums,
     find_unit,
 )
 from fedvit.methods.base import Forward, GroupRule, Images, ServerRule, StepInputs, StepResult, cross_entropy, run_model
@@ -166,7 +166,7 @@ def solve_whitened(gram_DD: Tensor, moments_DC: Tensor, start_DC: Tensor, weight
 class PublishedRegression(RidgeRegression):
     """Also makes what devices solve with: a root of the inverse of everybody's sums."""
 
-    def make_tensors(self, sums: Sums, strength: float, images: int) -> dict[str, Floats]:
+    def make_tensors(self, sums: RidgeSums, strength: float, images: int) -> dict[str, Floats]:
         width = len(sums.gram)
         gram = sums.gram / (images * find_unit(GRAM, width))
         penalty = strength * np.trace(gram) / width

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvit.errors import ConfigError
 from fedvit.methods import make_method
-from fedvit.methods.analytic import FITTED, GRAM, HELD_OUT, MOMENTS, Sums, find_unit
+from fedvit.methods.analytic import FITTED, GRAM, HELD_OUT, MOMENTS, RidgeSums, find_unit
 from fedvit.methods.base import Images, ServerState, Upload
 from fedvit.methods.personal_analytic import OWN, ROOT, WHITENED, PersonalAnalytic, solve_own, solve_whitened, whiten
 from fedvit.models import SMALL, build_vit
@@ -48,8 +48,8 @@ class Features:
         self.values = draw.normal(size=(images, WIDTH)) + centres[self.labels]
 
     @property
-    def sums(self) -> Sums:
-        return Sums(self.values.T @ self.values, self.values.T @ np.eye(CLASSES)[self.labels])
+    def sums(self) -> RidgeSums:
+        return RidgeSums(self.values.T @ self.values, self.values.T @ np.eye(CLASSES)[self.labels])
 
     def as_sent(self, part: str, share: float = 1.0) -> dict[str, Tensor]:
         """The sums of a part of the device's images, divided by the number of all of them."""

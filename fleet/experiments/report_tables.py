@@ -72,7 +72,7 @@ CLASSES = (
 )
 VALIDATION = (
     "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
-    " round, then over the search's seeds; no test image was seen"
+    " round, then over the search's seeds; no test image of these seeds was seen"
 )
 OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over seeds (Student's t)"
 

@@ -129,7 +129,7 @@ class RoundTotals(Struct, frozen=True, kw_only=True):
     train_loss: float | None = None
     bytes_down: int = 0
     bytes_up: int = 0
-    flops: int = 0
+    flops: int = 0  # of training alone
     train_s: float | None = None  # of the device that trained longest; None: not measured
     energy_j: float | None = None  # sum over the devices that measured it
 

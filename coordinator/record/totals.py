@@ -25,6 +25,7 @@ def add_training(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundT
         _with_costs(totals, results),
         accepted=sum(result.device != SUM for result in results),
         train_loss=fmean(losses) if losses else None,
+        flops=sum(result.use.flops or 0 for result in results),
         train_s=max((result.use.train_s for result in results if result.use.train_s is not None), default=None),
     )
 
@@ -60,7 +61,6 @@ def _with_costs(totals: RoundTotals, results: Sequence[ResultRecord]) -> RoundTo
         energy_j=sum(energies, totals.energy_j or 0.0) if energies else totals.energy_j,
         bytes_down=totals.bytes_down + sum(result.use.received_bytes or 0 for result in results),
         bytes_up=totals.bytes_up + sum(result.use.sent_bytes or 0 for result in results),
-        flops=totals.flops + sum(result.use.flops or 0 for result in results),
     )
 
 

@@ -19,10 +19,10 @@ from fedvit.program import Train
 class FedDyn(WithLinearTerm):
     """A device minimises its loss - <g_i, x> + alpha / 2 |x - x_start|^2; then g_i becomes g_i - alpha (x - x_start).
 
-    The server moves to the mean of the devices' x, plus the mean of all g_i / alpha.
+    The server moves to the mean of the devices' x, minus the mean of all g_i / alpha.
     Source: Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263,
-    algorithm 1, whose h is minus that mean. Differs from the paper: the mean is over devices that have answered, and
-    devices weigh as in FedAvg.
+    algorithm 1, whose h is the mean of all g_i. Differs from the paper: that mean is over devices that have answered,
+    and devices weigh as in FedAvg.
     """
 
     source: ClassVar[str] = "Acar et al., ICLR 2021, arXiv:2111.04263"
@@ -58,5 +58,5 @@ class DynamicMean(LinearTerms):
     ) -> tuple[ServerState, dict[str, float]]:
         """Raises EmptyCohort as the mean does."""
         updated, figures = super().close(state, uploads, context)
-        steps = {name: mean / self.alpha for name, mean in average_terms(updated).items()}
+        steps = {name: -mean / self.alpha for name, mean in average_terms(updated).items()}
         return move_tensors(updated, steps)[0], figures

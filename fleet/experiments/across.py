@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from fleet.experiments.settings import RUN_KEYS
+from fleet.experiments.settings import RUN_KEYS, read_tune
 from profiles.report.experiment import ExperimentOutcome, Interval, MethodComparison
 
 
@@ -56,12 +56,17 @@ def make_studies(outcome: ExperimentOutcome) -> list[Study]:
     option = outcome.settings.get("across")
     if not option:
         return []
+    partitions = outcome.settings["partitions"]
+    # a method may have another option of this name: alpha
+    is_of_partitions = len({table[option] for table in partitions.values() if option in table}) > 1
     groups: dict[str, list[tuple[Any, _Row]]] = {}
     for entry in outcome.comparisons:
-        partition = dict(outcome.settings["partitions"][entry.partition])
+        partition = dict(partitions[entry.partition])
         method = _list_values(outcome, entry.method)
-        own = method.pop(option, _NONE)
-        value = partition.pop(option, own)
+        value = (partition if is_of_partitions else method).pop(option, _NONE)
+        if isinstance(value, list | tuple):
+            is_searched = option in read_tune(outcome.settings["methods"][entry.method])
+            value = _NONE if is_searched else str([*value])
         groups.setdefault(_key(partition), []).append((value, _Row(entry, method)))
     return [_make_study(option, rows) for rows in groups.values()]
 

@@ -25,7 +25,7 @@ from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
 from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
-from fedvit.data.layout import PARTITION_FILE, find_layout, read_tree
+from fedvit.data.layout import PARTITION_FILE
 from fedvit.data.text import is_text_folder
 from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
 from fedvit.files import atomic_write
@@ -250,12 +250,13 @@ def generic_accuracy(cell: GridCell, server: Path, parts: Path) -> float | None:
 
     None if the method has no model without a device's own part.
     """
-    layout = find_layout(read_tree(parts / GLOBAL_TEST, 1), str(parts))
-    method, vit, tensors = restore_model(cell.run, len(layout.classes), cell.seed, map_tensors(server))
+    classes = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]  # in the run's order
+    images = [(path, label) for label, name in enumerate(classes) for path in (parts / GLOBAL_TEST / name).iterdir()]
+    method, vit, tensors = restore_model(cell.run, len(classes), cell.seed, map_tensors(server))
     batch = method_batch(method, vit)
     correct = 0
-    for begin in range(0, len(layout.train), AT_A_TIME):
-        some = layout.train[begin : begin + AT_A_TIME]
+    for begin in range(0, len(images), AT_A_TIME):
+        some = images[begin : begin + AT_A_TIME]
         pixels = np.stack([read_image(path, batch.image_size) for path, _ in some])
         patches = torch.from_numpy(unfold(normalise(pixels, batch), batch.patch_size))
         with torch.no_grad():
@@ -263,7 +264,7 @@ def generic_accuracy(cell: GridCell, server: Path, parts: Path) -> float | None:
         if logits is None:
             return None
         correct += int((logits.argmax(dim=1).numpy() == np.array([label for _, label in some])).sum())
-    return correct / len(layout.train)
+    return correct / len(images)
 
 
 def _add_pictures(result: CellResult, cell: GridCell, out: Path, parts: Path, runs: CellRuns) -> CellResult:

@@ -118,6 +118,7 @@ class Grid(NamedTuple):
     description: str  # the file's leading comment
     experiment: Experiment
     methods: dict[str, dict[str, Any]]  # name -> method and all its options; of one that is tuned, all its values
+    partitions: dict[str, dict[str, Any]]  # name -> partition and all its options
     cells: tuple[GridCell, ...]  # of methods that are not tuned
     searches: tuple[Search, ...]
 

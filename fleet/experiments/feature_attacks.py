@@ -91,7 +91,8 @@ class _Decoder(NamedTuple):
 def attack_features(
     run: FinishedRun, config: Mapping[str, Any], folders: Sequence[Path], seed: int, count: int
 ) -> list[FeatureAttack]:
-    """Attack the first `count` devices, by a server that has their encoder, and by one that has its first values.
+    """Attack the first `count` devices that trained and have test images, by a server that has their encoder, and by
+    one that has its first values.
 
     An upload has the features of one epoch, and devices send those of all epochs at most. The attacker has images of
     the other devices as an example of such images. Empty for a method that uploads no features, and for text.
@@ -99,10 +100,11 @@ def attack_features(
     classes = run.summary.classes
     attacks: list[FeatureAttack] = []
     data = {folder.name: DeviceData.open(folder).relabel(classes) for folder in folders}
-    for device in [*data][:count]:
+    trained = {device.device for device in run.summary.devices if device.rounds}
+    for device in [name for name, one in data.items() if name in trained and len(one.test)][:count]:
         sender = _find_encoder(config, len(classes), seed, run, device)
         beginner = _find_encoder(config, len(classes), seed, run, None)
-        if sender is None or beginner is None or not len(data[device].test):
+        if sender is None or beginner is None:
             return []
         batch = method_batch(sender.method, sender.vit)
         others = [path for name, one in data.items() if name != device for path in one.train.paths]

@@ -58,7 +58,8 @@ class CellFolder:
     def __init__(self, cell: GridCell, out: Path) -> None:
         self.cell = cell
         self.folder = out / "cells" / cell.path
-        images = "seed" if cell.deal.validation_share is None else "validation-seed"
+        share = cell.deal.validation_share
+        images = "seed" if share is None else f"validation-{share}-seed"
         dealt = out / "parts" / cell.partition / f"{images}-{cell.seed}"
         self.parts = Path(cell.deal.parts) if cell.deal.parts else dealt
 

@@ -81,6 +81,7 @@ def plan_grid(file: ExperimentFile) -> Grid:
         description=file.description,
         experiment=experiment,
         methods={name: {**points[0].options, **tuned[name]} for name, points in methods.items()},
+        partitions={name: {**experiment.partitions[name], **options} for name, (_, options) in rules.items()},
         cells=tuple(
             _make_cell(_Comparison(experiment, method, partition, rule), seed, points[0][1])
             for seed in experiment.seeds

@@ -172,7 +172,7 @@ def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
 def _settings(grid: Grid) -> dict[str, Any]:
     """The settings that outcomes may depend on, so without [ray]."""
     settings: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(grid.experiment))
-    return {key: value for key, value in settings.items() if key != "ray"}
+    return {key: value for key, value in settings.items() if key != "ray"} | {"partitions": grid.partitions}
 
 
 def _results(cells: Sequence[CellOutcome], method: str, partition: str) -> dict[int, CellResult]:

@@ -43,7 +43,8 @@ def plot_curves(axes: Axes, outcome: ExperimentOutcome, partition: str, spread: 
                     by_round.setdefault(entry.round, []).append(entry.accuracy.mean)
         if not by_round:
             continue
-        rounds = sorted(by_round)
+        # those of all seeds: without the ones that stopped early a mean would be that of others
+        rounds = [number for number in sorted(by_round) if len(by_round[number]) == len(cells)]
         label = f"{method}{note_missing_seeds(outcome, [cell.seed for cell in cells])}"
         (line,) = axes.plot(
             rounds,

@@ -15,7 +15,8 @@ COST_HEADINGS = (
     "method", "partition", "accuracy", "± devices", "by image", "down MB", "up MB", "GFLOP", "wall s", "memory MB",
 )  # fmt: skip
 COST_UNITS = (
-    "bytes and FLOPs per device and round; wall seconds of a whole run; memory of its process, all devices in it"
+    "bytes, with engine onnx those of tests among them, and FLOPs of training: per device and round in which it trained"
+    "; wall seconds of a whole run; memory of its process, all devices in it"
 )
 DIFFERENCES = (
     f"mean over seeds of the difference on the same seed, and its {CONFIDENCE:.0%} interval (Student's t, paired),"
@@ -71,7 +72,7 @@ CLASSES = (
 )
 VALIDATION = (
     "validation accuracy: on images set apart from each device's training images, mean over devices after the last"
-    " round, then over the search's seeds; no test image was seen"
+    " round, then over the search's seeds; no test image of these seeds was seen"
 )
 OF_MEAN = f" of the mean over devices, [ ] is its {CONFIDENCE:.0%} interval over seeds (Student's t)"
 

@@ -90,7 +90,7 @@ def test_scaffold_is_that_of_the_paper(counted: dict[str, int]) -> None:
 
 
 def test_feddyn_is_that_of_the_paper() -> None:
-    """Algorithm 1 with g_i on the devices and h = -mean of g_i, over those that have answered."""
+    """Algorithm 1 with g_i on the devices; h is the mean of g_i over those that have answered."""
     x, own = np.zeros(2), dict[str, Array]()
     for cohort in COHORTS:
         ends = {}
@@ -100,32 +100,34 @@ def test_feddyn_is_that_of_the_paper() -> None:
                 y = y - LR * (y - TARGETS[device] - slope + ALPHA * (y - x))
             own[device] = slope - ALPHA * (y - x)
             ends[device] = y
-        h = -sum(own.values(), np.zeros(2)) / len(own)
+        h = sum(own.values(), np.zeros(2)) / len(own)
         x = sum(ends.values(), np.zeros(2)) / len(ends) - h / ALPHA
     rule = make_method("feddyn", {"lr": LR, "alpha": ALPHA}).server_rule(small())
     np.testing.assert_allclose(run(rule, ALPHA), x, atol=1e-4)
 
 
-def test_scaffold_finds_the_optimum_of_all_devices_and_fedavg_does_not() -> None:
+def test_scaffold_and_feddyn_find_the_optimum_of_all_devices_and_fedavg_does_not() -> None:
     """Devices with different curvatures drift to their own optimum within a round."""
     curvatures = {"a": 0.2, "b": 1.0, "c": 4.0}
     optimum = sum(c * TARGETS[d] for d, c in curvatures.items()) / sum(curvatures.values())
 
-    def end(rule: ServerRule) -> Array:
+    def end(rule: ServerRule, pull: float = 0.0, steps: int = EPOCHS * 2) -> Array:
         state = ServerState({"x": np.zeros(2)})
         for number in range(60):
             uploads = []
             for device, curvature in curvatures.items():
                 term = rule.generate(state, device, 0).get(f"{TERM}x", np.zeros(2))
-                x = state.tensors["x"]
-                for _ in range(EPOCHS * 2):
-                    x = x - LR * (curvature * (x - TARGETS[device]) + term)
-                uploads.append(upload(device, IMAGES[device], {"x": x - state.tensors["x"]}))
+                start = x = state.tensors["x"]
+                for _ in range(steps):
+                    x = x - LR * (curvature * (x - TARGETS[device]) + term + pull * (x - start))
+                uploads.append(upload(device, IMAGES[device], {"x": x - start}))
             state, _ = rule.close(state, uploads, make_context(small(), number))
         return state.tensors["x"]
 
     scaffold = make_method("scaffold", {"lr": LR, "epochs": EPOCHS, "batch_size": BATCH_SIZE}).server_rule(small())
     assert np.abs(end(scaffold) - optimum).max() < 0.01
+    feddyn = make_method("feddyn", {"lr": LR, "alpha": ALPHA}).server_rule(small())
+    assert np.abs(end(feddyn, ALPHA, steps=50) - optimum).max() < 0.01
     assert np.abs(end(FedAvg().server_rule(small())) - optimum).max() > 0.1
 
 

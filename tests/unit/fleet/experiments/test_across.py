@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fedvit.errors import ConfigError
 from fleet.experiments.across import make_studies
+from fleet.experiments.folder import FinishedCell
+from fleet.experiments.outcome import make_outcome
 from fleet.experiments.paper_figures import FigureStyle
 from fleet.experiments.report import html_report, markdown_report
 from fleet.experiments.result_files import write_figures
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
-from tests.support.experiments import make_measured_outcome, read_grid, written_experiment
+from tests.support.experiments import make_measured_outcome, make_measured_result, read_grid, written_experiment
 
 HEAD = 'dataset = "digits"\nimage_size = 16\ndevices = 10\nrounds = 1\nseeds = [0, 1]\n'
 EVEN = '[partitions.even]\npartition = "iid"\n'
@@ -84,6 +87,47 @@ def test_options_of_models_count_and_unknown_ones_are_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="across = 'width'") as caught:
         read_grid(written_experiment(tmp_path, HEAD + 'across = "width"\n' + EVEN + rows))
     assert has_code(caught, "FV2107")
+
+
+def test_a_method_whose_option_is_searched_has_one_figure(tmp_path: Path) -> None:
+    """Its value may be another one on each partition."""
+    text = 'across = "lr"\n' + EVEN + '[methods.searched]\nmethod = "fedavg"\ntune = { lr = [0.1, 1.0] }\n'
+    for rate in ("0.01", "0.1"):
+        text += f'[methods.fedavg-{rate.replace(".", "")}]\nmethod = "fedavg"\nlr = {rate}\n'
+    grid = read_grid(written_experiment(tmp_path, HEAD + text))
+    points = [point for search in grid.searches for point in search.points]
+    cells = [*grid.cells, *(cell for point in points for cell in (*point.tries[0], *point.cells))]
+    outcome = make_outcome(grid, [FinishedCell(cell, make_measured_result([0.5]), None) for cell in cells])
+    (study,) = make_studies(outcome)
+    assert (study.values, study.levels) == ([0.01, 0.1], {"searched": 0.5})
+    assert "| 0.01 | 0.500 | 0.500 |" in markdown_report(outcome)
+
+
+def test_lists_are_values(tmp_path: Path) -> None:
+    rows = "".join(
+        f'[methods.{name}]\nmethod = "analytic"\nlambdas = {value}\n'
+        for name, value in (("a", [0.1]), ("b", [0.1, 1.0]))
+    )
+    outcome = measure(tmp_path, 'across = "lambdas"\n' + EVEN + rows)
+    for same in (outcome, msgspec.json.decode(msgspec.json.encode(outcome), type=ExperimentOutcome)):
+        (study,) = make_studies(same)
+        assert study.values == ["[0.1]", "[0.1, 1.0]"]
+
+
+def test_an_option_of_partitions_is_not_that_of_methods(tmp_path: Path) -> None:
+    """Dirichlet's alpha, of which one partition has the default, and APFL's."""
+    text = 'across = "alpha"\n[partitions.usual]\npartition = "dirichlet"\n'
+    for alpha in ("0.1", "1.0"):
+        text += f'[partitions.dir-{alpha.replace(".", "")}]\npartition = "dirichlet"\nalpha = {alpha}\n'
+    text += '[methods.fedavg]\nmethod = "fedavg"\n'
+    for alpha in ("0.25", "0.75"):
+        text += f'[methods.apfl-{alpha.replace(".", "")}]\nmethod = "apfl"\nalpha = {alpha}\n'
+    (study,) = make_studies(measure(tmp_path, text))
+    assert (study.values, study.levels) == ([0.1, 0.3, 1.0], {})
+    assert {line.name: len(line.points) for line in study.lines} == {"fedavg": 3, "apfl-025": 3, "apfl-075": 3}
+    one = "[partitions.dir]" + text.split("[partitions.dir-10]")[1]
+    (study,) = make_studies(measure(tmp_path / "one", f'across = "alpha"\n{one}'))
+    assert (study.values, list(study.levels)) == ([0.25, 0.75], ["fedavg"])
 
 
 SMALL = sorted(Path("fleet/experiments").glob("*/*-small.toml"))

@@ -1,16 +1,25 @@
 """What an experiment keeps of a cell's run: the figures of the read model, by device and round."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from coordinator.record.tables import SavedState
 from coordinator.run_view import RunView, read_run
 from fedvit.errors import ConfigError
-from fleet.experiments.cell import make_result
+from fedvit.models import SMALL, build_vit
+from fedvit.tensors import pack
+from fleet.datasets.digits import read_digits
+from fleet.experiments.cell import generic_accuracy, make_result
 from fleet.experiments.cells import SCHEMA, Deal, GridCell
+from fleet.partition import DealSettings, deal
 from tests.support.codes import has_code
+from tests.support.experiments import read_grid, write_file, written_experiment
 from tests.support.records import RUN, begin_run, evaluated
+from tests.support.tiny import TINY_MODEL
 
 CELL = GridCell(
     schema=SCHEMA,
@@ -23,11 +32,12 @@ CELL = GridCell(
 
 
 def summary(folder: Path, *, tested: bool) -> RunView:
-    """Round 1 has 500 FLOPs in two devices, round 2 has 600 in one; 11 and 3.1 MB went down and up in round 1."""
+    """Devices trained with 500 FLOPs in round 1, two of them, and one with 600 in round 2; those of tests are apart. 11
+    and 3.1 MB went down and up in round 1."""
     store = begin_run(folder)
     store.rounds.close(RUN, 2, SavedState({}, None, {}), {"dp_epsilon": 1.5, "generated_difference": 0.25})
     if tested:
-        evaluated(store, 2, "a", 1, 2)
+        evaluated(store, 2, "a", 1, 2, flops=10**6)
         evaluated(store, 2, "b", 2, 2)
         store.rounds.close_evaluation(RUN, 2)
     made = read_run(store, RUN)
@@ -50,3 +60,19 @@ def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
 def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, check=has_code("FV2106")):
         make_result(CELL, summary(tmp_path, tested=False), wall_s=3.0)
+
+
+def test_classes_of_a_data_set_need_no_order(tmp_path: Path) -> None:
+    """A server that answers with the first class of the data set, which comes last by its name, is right in two of
+    three images."""
+    digits, parts = read_digits(32), tmp_path / "parts"
+    rows = np.concatenate([np.flatnonzero(digits.labels == 0)[:40], np.flatnonzero(digits.labels == 1)[:20]])
+    two = replace(digits, images=digits.images[rows], labels=digits.labels[rows], classes=("zebra", "ant"))
+    deal(two, "iid", 2, parts, DealSettings(global_test=0.5))
+    (cell, *_) = read_grid(written_experiment(tmp_path, write_file(["even"], ["fedavg"], seeds=1))).cells
+    cell = msgspec.structs.replace(cell, run={**cell.run, "model_options": TINY_MODEL})
+    tensors = {name: value.numpy() for name, value in build_vit(SMALL, 2, seed=0, options=TINY_MODEL).tensors().items()}
+    tensors |= {"head.weight": 0 * tensors["head.weight"], "head.bias": np.array([1, 0], np.float32)}
+    server = tmp_path / "model.safetensors"
+    server.write_bytes(pack(tensors))
+    assert generic_accuracy(cell, server, parts) == pytest.approx(2 / 3)

@@ -220,7 +220,7 @@ class TestGrid:
         text = FILE.replace("test_share = 0.9", 'test_share = "official"\nvalidation_share = 0.2')
         for cell in read_grid(written(tmp_path, text)).cells:
             assert (cell.deal.test_share, cell.deal.validation_share) == ("official", 0.2)
-            assert CellFolder(cell, tmp_path).parts.name == "validation-seed-0"
+            assert CellFolder(cell, tmp_path).parts.name == f"validation-{cell.deal.validation_share}-seed-0"
         table = FILE.replace('dataset = "digits"', 'dataset = "digits"\ncolumns = { lable = "x" }')
         with pytest.raises(ConfigError, check=has_code("FV2011", "lable")):
             read_grid(written(tmp_path, table))

@@ -1,6 +1,7 @@
 """Attacks on uploaded features: more of them show more, and balanced uploads say nothing of the class distribution."""
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_a_balanced_upload_tells_the_classes_alone(folders: list[Path], tmp_path
     balanced, _ = attack(folders, tmp_path / "balanced", sampler="balanced", mask=0.5, epochs=1)
     assert balanced.class_distance == pytest.approx(balanced.even_distance)
     assert one.class_distance < one.even_distance
+
+
+def test_a_device_without_test_images_is_passed_over(folders: list[Path], tmp_path: Path) -> None:
+    """Nothing tells how well its images can be told from others; the next device is attacked instead."""
+    shutil.copytree(folders[1], first := tmp_path / "device-0")
+    for image in (first / "test").rglob("*.png"):
+        image.unlink()
+    shutil.copytree(folders[0], second := tmp_path / "device-1")
+    attacks = attack([first, second], tmp_path / "out", mask=0.5)
+    assert [one.device for one in attacks] == ["device-1", "device-1"]
 
 
 FILE = """

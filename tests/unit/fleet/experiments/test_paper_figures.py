@@ -6,10 +6,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from fedvit.errors import ConfigError
 from fleet.experiments.outcome import mean_interval
 from fleet.experiments.paper_figures import FigureStyle, check_font, write_bars, write_curves, write_ranks
+from fleet.experiments.report_figures import plot_curves
 from fleet.experiments.significance import MethodRanks
 from profiles.report.experiment import ExperimentOutcome
 from tests.support.codes import has_code
@@ -84,6 +86,16 @@ def test_curves_and_their_bands(
     assert picture.find("curve-local") is None
     assert "fedavg" in picture.texts
     assert "fedper (1 of 3 seeds)" in picture.texts
+
+
+def test_curves_end_with_the_first_seed_that_stops(tmp_path: Path) -> None:
+    """A rule of [stop] may end the better seeds earlier: the mean of those left would fall."""
+    grid = read_grid(written_experiment(tmp_path, write_file(["even"], ["fedavg"])))
+    curves = {"fedavg/even/seed-0": [0.5, 0.9], "fedavg/even/seed-1": [0.3, 0.4, 0.5]}
+    axes = Figure().add_subplot()
+    plot_curves(axes, make_measured_outcome(grid, curves), "even", lambda values: (min(values), max(values)))
+    (line,) = axes.get_lines()
+    np.testing.assert_allclose(line.get_xydata(), [(1, 0.4), (2, 0.65)])
 
 
 def test_bars_and_their_intervals(outcome: ExperimentOutcome, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from fedvit.errors import ConfigError
 from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid, GridCell, as_text
 from fleet.experiments.command import select_cells
-from fleet.experiments.folder import RESULT_FILE, FinishedCell
+from fleet.experiments.folder import RESULT_FILE, CellFolder, FinishedCell
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
+from fleet.experiments.scheduler import Dealer
 from fleet.experiments.search import Schedule, list_rounds, search_state
 from tests.support.codes import has_code
 from tests.support.experiments import (
@@ -95,6 +96,18 @@ class TestFile:
         (search,) = read_grid(written_experiment(tmp_path, FILE)).searches
         plain = FILE.replace("tune = { lr = [1e-6, 0.05, 50] }", "lr = 0.05")
         assert search.points[1].cells == read_grid(written_experiment(tmp_path, plain)).cells
+
+    def test_other_shares_of_validation_images_are_in_other_folders(self, tmp_path: Path) -> None:
+        """A search's cell may be running while one of another share is dealt out."""
+        text = FILE.replace("test_share = 0.5", "test_share = 0.5\nvalidation_share = 0.4")
+        (point, *_) = read_grid(written_experiment(tmp_path, text)).searches[0].points
+        tried, own = (CellFolder(cell, tmp_path) for cell in (point.tries[0][0], point.cells[0]))
+        dealer = Dealer()
+        dealer.deal(tried)
+        before = sorted(tried.parts.rglob("*.png"))
+        dealer.deal(own)
+        assert sorted(tried.parts.rglob("*.png")) == before
+        assert len(sorted(own.parts.rglob("test/*/*.png"))) > len(sorted(tried.parts.rglob("test/*/*.png")))
 
     def test_seeds_are_three_where_none_are_named(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE.replace("seeds = [0, 1]", "")))

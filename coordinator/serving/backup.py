@@ -331,13 +331,15 @@ class BackupFolder:
             if not target.resolve().is_relative_to(folder.resolve()):
                 raise Damaged("FV1635", f"backup {backup.name} names the path {path!r}, which leaves its folder")
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copyfile(self.blobs.path(file.digest), target)
-            target.chmod(0o600)
-            if digest_of_file(target) != file.digest:
+            source = self.blobs.path(file.digest)
+            if source.is_file():
+                shutil.copyfile(source, target)
+                target.chmod(0o600)
+            if not source.is_file() or digest_of_file(target) != file.digest:
                 raise Damaged(
                     "FV1635",
-                    f"{self.blobs.path(file.digest)} is damaged, which backup {backup.name} has as {path}: restore "
-                    "another backup (--at)",
+                    f"{source} is damaged or missing, which backup {backup.name} has as {path}: restore another backup "
+                    "(--at)",
                 )
             sync_file(target)
         if root == DEPLOYMENT:

@@ -221,6 +221,14 @@ def test_damaged_backup_restores_nothing(runs: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backups", "runs"]
 
 
+def test_backup_that_lacks_a_file_is_named(runs: Path, tmp_path: Path) -> None:
+    backups = BackupFolder(tmp_path / "backups")
+    made = backups.make(runs, None)
+    backups.blobs.path(digest_of(b"tensors")).unlink()
+    with pytest.raises(Damaged, check=has_code("FV1635", "model.safetensors")):
+        backups.restore(made, tmp_path / "new", None)
+
+
 def test_damaged_blob_of_a_run_is_not_kept_under_its_digest(runs: Path, tmp_path: Path) -> None:
     BlobStore(runs / "r" / "blobs").path(digest_of(GROUP)).write_bytes(b"values of a grouq")
     backups, lines = BackupFolder(tmp_path / "backups"), list[str]()

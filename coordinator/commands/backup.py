@@ -1,6 +1,7 @@
 """`coordinator backup`: keeps copies of the record, the runs and the deployment."""
 
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,9 @@ def backup(
         size = f"{format_bytes(one.bytes)}, {format_bytes(one.new_bytes)} of them new"
         click.echo(f"{one.name}: {', '.join(what)}; {format_count(one.files, 'file')}, {size}")
     if folder and not only_list:
-        click.echo(f"next: {command('coordinator', 'restore', folder, '--runs', 'NEW-FOLDER')}")
+        targets = [("--runs", "NEW-RUNS")] if runs else []
+        targets += [("--deployment", "NEW-DEPLOYMENT")] if deployment else []
+        click.echo(f"next: {command('coordinator', 'restore', folder, *chain.from_iterable(targets))}")
 
 
 def _use_folder(

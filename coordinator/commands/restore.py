@@ -54,7 +54,8 @@ def restore(
     if runs and backup.mirrors and not keep_mirrors:
         click.echo(f"without their mirrors, which the original may still write: {', '.join(backup.mirrors)}")
     if runs:
-        click.echo(f"next: {command('coordinator', 'runs', runs=runs)}; resume one with coordinator start --resume RUN")
+        resume = command("coordinator", "start", "--resume", "RUN", runs=runs)
+        click.echo(f"next: {command('coordinator', 'runs', runs=runs)}; resume one with {resume}")
     if deployment:
         click.echo(f"devices find the new server by the name that they know: {', '.join(_read_hosts(deployment))}")
 

@@ -5,6 +5,7 @@ takes no further space. The record is copied by its database, while runs are ser
 those that the copied record needs once more after it, so that a run continues exactly from there.
 """
 
+import fcntl
 import logging
 import math
 import os
@@ -13,7 +14,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +42,7 @@ Report = Callable[[str], None]
 VERSION = 1
 ATTEMPTS = 5
 """Copies of the record that are made at most, since a run may remove what a copy needs."""
+_NAME = "%Y%m%dT%H%M%SZ"
 RUNS, DEPLOYMENT = "runs", "deployment"
 """First parts of the paths of a backup."""
 _SKIPPED = {COPIES, NOTES, LOCK, SERVICE_LOCK, ADDRESS_FILE, "broker", "run"}
@@ -134,7 +136,10 @@ class BackupFolder:
 
         Raises StorageFailed if something cannot be read or written, or runs remove files faster than they are copied.
         """
-        self._prepare()
+        with self._hold():
+            return self._make(runs, deployment, report)
+
+    def _make(self, runs: Path | None, deployment: Path | None, report: Report) -> Backup:
         before = self._count_bytes()
         files: dict[str, BackedUpFile] = {}
         mirrors: dict[str, str | None] = {}
@@ -142,9 +147,10 @@ class BackupFolder:
             files |= self._keep_files(deployment, DEPLOYMENT)
         if runs:
             files |= self._keep_runs(runs, mirrors, report)
-        now = datetime.now(UTC)
+        while (self.folder / f"{(now := datetime.now(UTC)).strftime(_NAME)}.json").exists():
+            time.sleep(0.1)  # a name is a second, and another backup has this one
         backup = Backup(
-            name=now.strftime("%Y%m%dT%H%M%SZ"),
+            name=now.strftime(_NAME),
             made_at=now.isoformat(timespec="seconds"),
             software=version("fedvit"),
             files=dict(sorted(files.items())),
@@ -160,20 +166,30 @@ class BackupFolder:
 
     def keep_newest(self, count: int) -> list[str]:
         """Remove all backups but the newest, and what only they have; return the names of those that were removed."""
-        backups = self.list_all()
-        old = backups[: max(0, len(backups) - count)]
-        for backup in old:
-            (self.folder / f"{backup.name}.json").unlink()
-        if old:
-            self.blobs.prune(keep={file.digest for backup in backups[-count:] for file in backup.files.values()})
+        with self._hold():
+            backups = self.list_all()
+            old = backups[: max(0, len(backups) - count)]
+            for backup in old:
+                (self.folder / f"{backup.name}.json").unlink()
+            if old:
+                self.blobs.prune(keep={file.digest for backup in backups[-count:] for file in backup.files.values()})
         return [backup.name for backup in old]
 
-    def _prepare(self) -> None:
+    @contextmanager
+    def _hold(self) -> Iterator[None]:
+        """Wait until no other process changes the folder, and remove what a killed one has left."""
         with name_failure(f"cannot use folder {self.folder}"):
             self.blobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            for rest in self.folder.glob(f"{WRITING}*"):
-                rest.unlink()
+            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            with name_failure(f"cannot use folder {self.folder}"):
+                fcntl.flock(handle, fcntl.LOCK_EX)  # a blob of an unfinished backup is in no list yet
+                for rest in self.folder.glob(f"{WRITING}*"):
+                    rest.unlink()
+            yield
+        finally:
+            os.close(handle)
 
     def _count_bytes(self) -> int:
         return sum(file.stat().st_size for file in self.blobs.folder.glob("*/*"))
@@ -315,13 +331,15 @@ class BackupFolder:
             if not target.resolve().is_relative_to(folder.resolve()):
                 raise Damaged("FV1635", f"backup {backup.name} names the path {path!r}, which leaves its folder")
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            shutil.copyfile(self.blobs.path(file.digest), target)
-            target.chmod(0o600)
-            if digest_of_file(target) != file.digest:
+            source = self.blobs.path(file.digest)
+            if source.is_file():
+                shutil.copyfile(source, target)
+                target.chmod(0o600)
+            if not source.is_file() or digest_of_file(target) != file.digest:
                 raise Damaged(
                     "FV1635",
-                    f"{self.blobs.path(file.digest)} is damaged, which backup {backup.name} has as {path}: restore "
-                    "another backup (--at)",
+                    f"{source} is damaged or missing, which backup {backup.name} has as {path}: restore another backup "
+                    "(--at)",
                 )
             sync_file(target)
         if root == DEPLOYMENT:
@@ -356,7 +374,8 @@ def _move_record(folder: Path, url: str) -> None:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder that a backup has."""
     for path in sorted(folder.iterdir()):
-        if path.name in _SKIPPED or path.name.startswith(WRITING) or path.is_symlink():
+        is_run = (path / BLOBS).is_dir()  # a run may have any name, also "run"
+        if (path.name in _SKIPPED and not is_run) or path.name.startswith(WRITING) or path.is_symlink():
             continue
         if path.is_dir():
             yield from _walk(path)

@@ -43,7 +43,8 @@ class RecentLog(logging.Handler):
         self._kept: deque[str] = deque(maxlen=MOST_LINES)
         self._private = private
         self._words = {name for name in classes if re.fullmatch(r"[\w.-]+", name) and not name.isdigit()}
-        self._phrases = [name for name in classes if not re.fullmatch(r"[\w.-]+", name)]
+        phrases = [name for name in classes if not re.fullmatch(r"[\w.-]+", name)]
+        self._phrases = sorted(phrases, key=len, reverse=True)  # one may begin with another
 
     def emit(self, record: logging.LogRecord) -> None:
         self._kept.append(self.format(record)[-LONGEST_RECORD:])
@@ -53,5 +54,11 @@ class RecentLog(logging.Handler):
         text = self._private.hide("\n".join(list(self._kept)))
         for name in self._phrases:
             text = text.replace(name, "CLASS")
-        text = re.sub(r"[\w.-]+", lambda word: "CLASS" if word[0] in self._words else word[0], text)
+        text = re.sub(r"[\w.-]+", self._hide_word, text)
         return text if len(text) <= MAX_LOG_TEXT else text[-MAX_LOG_TEXT:].partition("\n")[2]
+
+    def _hide_word(self, found: re.Match[str]) -> str:
+        """Hide a class name, also at the end of a sentence."""
+        word = found[0]
+        name = word if word in self._words else word.strip(".-")
+        return word.replace(name, "CLASS") if name in self._words else word

@@ -178,7 +178,7 @@ def read_status(path: Path) -> Status:
         ) from None
     except OSError as error:
         raise ConfigError("FV1702", f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:  # of msgspec, or no UTF-8
         raise ConfigError(
             "FV1412", f"{path} cannot be read ({error}): the device writes it again at its next start"
         ) from error

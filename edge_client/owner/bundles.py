@@ -77,8 +77,6 @@ def add_model(
     bundle = models.new_folder()
     try:
         write_bundle(bundle, trained, bench, precisions=[precision])
-        if listed and not is_in_use:
-            models.retire(model.name)
-        return models.add(model, bundle, mends=is_in_use)
+        return models.add(model, bundle, mends=True)
     finally:
         shutil.rmtree(bundle, ignore_errors=True)

@@ -113,11 +113,11 @@ class Labelling:
         """Take back the newest label or skip, if there is one."""
         if not self._decisions:
             return
-        place = self._decisions.pop()
-        self._place -= 1
-        if place is not None:
+        if (place := self._decisions[-1]) is not None:
+            move_file(place, self._waiting[self._place - 1])
             self.labelled -= 1
-            move_file(place, self._waiting[self._place])
+        self._decisions.pop()
+        self._place -= 1
 
 
 def free_name(path: Path) -> Path:
@@ -129,7 +129,9 @@ def free_name(path: Path) -> Path:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Rename a file into a folder that may not exist yet. Raises DataError."""
+    """Rename a file into a folder that may not exist yet. Raises DataError, also if another file has the name."""
+    if os.path.lexists(target):
+        raise DataError("FV1413", f"cannot move {source} to {target}: another picture has this name now")
     with name_failure(f"cannot move {source} to {target}", DataError, "FV1413"):
         target.parent.mkdir(parents=True, exist_ok=True)
         os.rename(source, target)

@@ -289,10 +289,18 @@ class Updater:
         return {finding.check: finding.what for finding in findings if finding.level == "error"}
 
     def _settle(self) -> None:
-        """Make the return to the version before a failed one permanent, as its trial has ended."""
+        """Make the return to the version before a failed one permanent, as its trial has ended.
+
+        Raises ConfigError if `current` was not started yet: another update has replaced this version.
+        """
         current, started = self.installation.read_link(CURRENT), self.installation.started
         if current != started:
             failed = Path(current).name
+            is_whole = os.access(self.installation.root / current / "bin" / "python", os.X_OK)
+            if is_whole and not self.installation.was_tried(current):
+                raise ConfigError(
+                    "FV1461", f"another update has just switched to {failed or 'the first version'}; start this again"
+                )
             self.refuse(failed, "it failed its trial: three starts or its first task")
             self.report(f"{failed} failed its trial; {version('fedvit')} stays")
             self.installation.set_link(CURRENT, started)

@@ -206,9 +206,11 @@ class DriftWatch:
 
     def encode(self) -> bytes:
         """Return the content of the file, of at most MAX_DRIFT_BYTES: the oldest days go first."""
-        sums = dict(self._charts.sums) if self._charts else {}
-        alerts = {name: Alert(self.alerts[name], self._pictures - at) for name, at in self._raised_at.items()}
-        kept = replace(self._kept, model=self._model, sums=sums, alerts=alerts)
+        kept = self._kept
+        if self._model:  # else no model could be opened yet, and what is known of the last one stays
+            sums = dict(self._charts.sums) if self._charts else {}
+            alerts = {name: Alert(self.alerts[name], self._pictures - at) for name, at in self._raised_at.items()}
+            kept = replace(kept, model=self._model, sums=sums, alerts=alerts)
         while len(content := msgspec.json.encode(kept)) > MAX_DRIFT_BYTES and kept.days:
             kept = replace(kept, days=dict([*kept.days.items()][1:]))
         self._kept = kept
@@ -251,5 +253,5 @@ class DriftWatch:
         try:
             with self._file.open("rb") as file:
                 return msgspec.json.decode(file.read(2 * MAX_DRIFT_BYTES), type=DriftFile)
-        except (OSError, msgspec.MsgspecError):  # statistics only: they begin anew
+        except (OSError, ValueError):  # statistics only: they begin anew
             return DriftFile()

@@ -68,12 +68,16 @@ class Installation:
     def is_on_trial(self) -> bool:
         """Tell whether this version has not done a task yet, in a service that counts its starts."""
         name, marks = Path(self.started).name, self._read_marks()
-        return self.started != OWN and f"{name} start" in marks and f"{name} done" not in marks
+        return self.started != OWN and self.was_tried(self.started) and f"{name} done" not in marks
 
     def is_proven(self) -> bool:
         """Return True once this version has done a task, and where no service would say so."""
         marks = self._read_marks()
         return self.started == OWN or not marks or f"{Path(self.started).name} done" in marks
+
+    def was_tried(self, folder: str) -> bool:
+        """Return True if a service has started the version of a folder on trial."""
+        return f"{Path(folder).name} start" in self._read_marks()
 
     def _read_marks(self) -> list[str]:
         try:

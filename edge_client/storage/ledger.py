@@ -82,7 +82,7 @@ class Ledger:
         for name in (OLD_FILE, LEDGER_FILE):
             with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
                 for raw in file:
-                    with contextlib.suppress(msgspec.MsgspecError):
+                    with contextlib.suppress(ValueError):  # of msgspec, or no UTF-8
                         line = msgspec.json.decode(raw, type=LedgerLine)
                         if line.time_s >= since_s:
                             yield line

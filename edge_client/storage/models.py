@@ -116,7 +116,7 @@ class DeviceModels:
             raise storage_failed(f"cannot read {self.file}", error) from error
         try:
             listed = msgspec.json.decode(content, type=ModelList)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:  # of msgspec, or no UTF-8
             raise self._make_damage(str(error)) from error
         states = [model.state for model in listed.models]
         if len(content) > MAX_LIST_BYTES or len(set(states)) < len(states):

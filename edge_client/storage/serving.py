@@ -64,7 +64,7 @@ def read_serving(state: Path) -> ServingStatus | None:
     try:
         with file.open("rb") as stream:
             return msgspec.json.decode(stream.read(MAX_SERVING_BYTES), type=ServingStatus)
-    except (FileNotFoundError, msgspec.MsgspecError):  # the next one is written within seconds
+    except (FileNotFoundError, ValueError):  # the next one is written within seconds
         return None
     except OSError as error:
         raise storage_failed(f"cannot read {file}", error) from error

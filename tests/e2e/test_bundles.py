@@ -21,13 +21,14 @@ from huggingface_hub import ModelCard
 import coordinator.cli
 import edge_client.cli
 from coordinator.record.record import open_record
+from edge_client.storage.models import DeviceModels
 from edge_client.storage.state import device_id
 from edge_client.storage.vault import Vault
 from export.bundle.read import Bundle
 from fedvit.blobs import BlobStore
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import unfold
-from fedvit.errors import ConfigError, DataError, FedvitError, StorageFailed
+from fedvit.errors import ConfigError, DataError, DiskFull, FedvitError, StorageFailed
 from fedvit.onnx_model import read_model
 from fedvit.program import Program, decode_program
 from fedvit.tensors import unpack
@@ -509,6 +510,25 @@ def test_device_lists_its_own_model(copied: Callable[[str], Trained]) -> None:
     assert card["files"]["fp32"]["accuracy"] == {"correct": correct, "images": images}
     assert card["calibration"]["images"] == images
     assert "features" in {output.name for output in onnxruntime.InferenceSession(folder / "model.onnx").get_outputs()}
+
+
+def test_model_stays_listed_when_another_cannot_take_its_place(
+    copied: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copied("fedper")
+    models, command = DeviceModels(run.state), ["models", "add", run.name, "--data", run.data, "--state", run.state]
+
+    def fail(*_: object, **__: object) -> None:
+        raise DiskFull(DiskFull.general_code, "no space left on device")
+
+    for kind in (type(None), DiskFull):
+        with monkeypatch.context() as patched:
+            if kind is DiskFull:
+                patched.setattr(DeviceModels, "add", fail)
+            done = CliRunner().invoke(edge_client.cli.cli, list(map(str, command)))
+        assert isinstance(done.exception, kind)
+        assert [model.state for model in models.read().models] == ["trained"]
+        assert Bundle.open(models.path("fedper-2"), None, 1).answer(next((run.data / "test").glob("*/*")), 1)
 
 
 def test_processes_export_and_predict(trained: Callable[[str], Trained], tmp_path: Path) -> None:

@@ -178,6 +178,7 @@ def _device_line(listen: str, address: Address, federation: str) -> str:
     """The command for a device, without the password."""
     anywhere = listen in ("0.0.0.0", "::")
     host = socket.gethostname() if anywhere else "localhost" if listen == "127.0.0.1" else listen
+    host = f"[{host}]" if ":" in host else host
     user = f"{address.user}:PASSWORD@" if address.user else ""
     scheme = "mqtts://" if address.tls else "mqtt://" if user else ""
     port = "" if address.port == (8883 if address.tls else 1883) else f":{address.port}"

@@ -17,9 +17,9 @@ def change_run(store: Record, folder: Path, run: str, act: RunAct) -> str:
 
     Raises ConfigError if there is no such run, or if its state does not allow this.
     """
-    if act == "cancel":
-        return cancel(store, folder, run)
-    return {"pause": pause, "unpause": unpause, "retry": retry}[act](store, run)
+    if act in ("cancel", "retry"):
+        return {"cancel": cancel, "retry": retry}[act](store, folder, run)
+    return {"pause": pause, "unpause": unpause}[act](store, run)
 
 
 def cancel(store: Record, folder: Path, run: str) -> str:
@@ -60,7 +60,7 @@ def unpause(store: Record, run: str) -> str:
     return "opens rounds again"
 
 
-def retry(store: Record, run: str) -> str:
+def retry(store: Record, folder: Path, run: str) -> str:
     """Let a service serve a failed run again: from its newest round, or from the queue if it has none.
 
     Returns what happens. Raises ConfigError if there is no such run, it has not failed, or no service served it.
@@ -69,7 +69,7 @@ def retry(store: Record, run: str) -> str:
     if record.status != "failed":
         raise ConfigError("FV1612", f"run {run!r} is {record.status}: only a failed run can be tried again")
     if record.submitted_at is None:
-        resume = command("coordinator", "start", "--resume", run)
+        resume = command("coordinator", "start", "--resume", run, runs=folder)
         raise ConfigError("FV1615", f"run {run!r} was not submitted to a service; continue it with: {resume}")
     last = store.rounds.find_last(run)
     with store.database.together():

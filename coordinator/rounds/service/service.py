@@ -332,7 +332,9 @@ class RunService:
         transport = RunTransport(self._router, record.id, config.devices_where)
         try:
             run = ServedRun(record, config, transport, self._host)
-        except ConfigError:  # by `coordinator start --resume`
+        except ConfigError as error:
+            if error.code != "FV1617":  # else `coordinator start --resume` serves it
+                self._failed(record, error)
             return
         if not self._recorded(record, config):
             run.release()

@@ -10,6 +10,7 @@ from edge_client.health.status import Status, read_status
 from edge_client.owner.page.html import Child, make_part, render, tag
 from edge_client.owner.page.use import LedgerUse
 from edge_client.settings import DeviceSettings
+from edge_client.storage.features import FEATURES
 from edge_client.storage.ledger import describe_sent
 from edge_client.storage.pause import OwnerPause
 from edge_client.storage.state import in_use, status_file
@@ -104,7 +105,7 @@ class DevicePart:
         used = status.rss_bytes if status and is_running else 0
         memory = status.memory_budget_bytes if status and is_running else train.memory
         rows.append(_show_budget("Memory", used, memory))
-        stored_bytes = sum(folder_bytes(self._state / name) for name in ("vault", "blobs"))
+        stored_bytes = sum(folder_bytes(self._state / name) for name in ("vault", "blobs", "models", FEATURES))
         rows.append(_show_budget("Disk", stored_bytes, train.disk))
         if train.min_battery is not None:
             rows.append(make_row("Battery", f"{train.min_battery} % at least, or a charger"))

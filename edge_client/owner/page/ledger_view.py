@@ -17,6 +17,7 @@ _WORDS: dict[Kind, str] = {
     "training counts": "Number of pictures and losses",
     "evaluation counts": "Results of a test",
     "hello counts": "Numbers of pictures and names of classes",
+    "model counts": "Numbers of models and answered pictures",
     "failure log": "Lines of the log, after a failure",
     "refused": "Refused",
 }

@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,51 @@ def test_old_backups_are_removed_and_the_others_stay_whole(runs: Path, tmp_path:
     assert (tmp_path / "new" / "r" / "model.safetensors").read_bytes() == b"other tensors"
 
 
+def test_two_backups_at_once_are_both_whole(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest_of_file, copied, released = backup_module.digest_of_file, threading.Event(), threading.Event()
+
+    def wait_once(path: Path) -> str:
+        if threading.current_thread() is first and path.read_bytes() == b"tensors":
+            copied.set()
+            released.wait(60)
+        return digest_of_file(path)
+
+    monkeypatch.setattr(backup_module, "digest_of_file", wait_once)
+    made = list[backup_module.Backup]()
+    first = threading.Thread(target=lambda: made.append(BackupFolder(tmp_path / "backups").make(runs, None)))
+
+    def make_other() -> None:
+        other = BackupFolder(tmp_path / "backups")
+        other.make(runs, None)
+        other.keep_newest(1)
+
+    second = threading.Thread(target=make_other)
+    first.start()
+    assert copied.wait(60)
+    second.start()
+    second.join(1)  # it waits for the first one
+    released.set()
+    first.join(60)
+    second.join(60)
+    newest = BackupFolder(tmp_path / "backups").find(None)
+    assert made[0].files.keys() == newest.files.keys()
+    assert "runs/r/model.safetensors" in newest.files
+    BackupFolder(tmp_path / "backups").restore(newest, tmp_path / "new", None)
+
+
+def test_backups_of_one_second_are_both_kept(runs: Path, tmp_path: Path) -> None:
+    backups, deployment = BackupFolder(tmp_path / "backups"), make_deployment(tmp_path / "deployment")
+    names = [backups.make(runs, None).name, backups.make(None, deployment.folder).name]
+    assert [backup.name for backup in backups.list_all()] == names
+
+
+@pytest.mark.parametrize("name", ["run", "broker", "notes", "lock"])
+def test_run_with_the_name_of_a_file_of_ours_is_kept(name: str, runs: Path, tmp_path: Path) -> None:
+    (runs / "r").rename(runs / name)
+    made = BackupFolder(tmp_path / "backups").make(runs, None)
+    assert f"runs/{name}/model.safetensors" in made.files
+
+
 def test_deployment_is_restored_while_its_registry_is_open(tmp_path: Path) -> None:
     deployment, backups = make_deployment(tmp_path / "deployment"), BackupFolder(tmp_path / "backups")
     with closing(sqlite3.connect(deployment.folder / "registry.db")) as registry:
@@ -173,6 +219,14 @@ def test_damaged_backup_restores_nothing(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(Damaged, check=has_code("FV1635", "model.safetensors")):
         backups.restore(made, target, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["backups", "runs"]
+
+
+def test_backup_that_lacks_a_file_is_named(runs: Path, tmp_path: Path) -> None:
+    backups = BackupFolder(tmp_path / "backups")
+    made = backups.make(runs, None)
+    backups.blobs.path(digest_of(b"tensors")).unlink()
+    with pytest.raises(Damaged, check=has_code("FV1635", "model.safetensors")):
+        backups.restore(made, tmp_path / "new", None)
 
 
 def test_damaged_blob_of_a_run_is_not_kept_under_its_digest(runs: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from edge_client.health.recent_log import PrivatePaths, RecentLog
 from fedvit.wire.messages import MAX_LOG_TEXT
 
 log = logging.getLogger("fedvit.test")
-CLASSES = ("cat", "red cat", "7", "in-grown nail")
+CLASSES = ("cat", "red cat", "7", "in-grown nail", "red cat tail")
 
 
 @pytest.fixture
@@ -43,6 +43,11 @@ def test_recent_log_has_no_paths_and_no_class_names(recent: RecentLog) -> None:
     assert "reason='cut off'" in text
     assert "first='CLASS'" in text
     assert text.endswith("class 7 of 7: CLASS, concatenated, CLASS  round=7")
+
+
+def test_class_name_at_the_end_of_a_sentence_is_hidden(recent: RecentLog) -> None:
+    log.info("no image of cat. One of red cat tail, none of catalogue...")
+    assert recent.text().endswith("no image of CLASS. One of CLASS, none of catalogue...")
 
 
 def test_recent_log_keeps_the_end_of_a_long_record(recent: RecentLog) -> None:

@@ -114,8 +114,9 @@ def test_state_of_no_device(tmp_path: Path) -> None:
         read_status(tmp_path / "status.json")
 
 
-def test_file_after_a_power_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b'{"device": "\xef"}'])
+def test_file_after_a_power_cut(tmp_path: Path, content: bytes) -> None:
     """It is not synced: the name may be there and the content may not."""
-    (tmp_path / "status.json").touch()
+    (tmp_path / "status.json").write_bytes(content)
     with pytest.raises(ConfigError, check=has_code("FV1412", "status.json")):
         read_status(tmp_path / "status.json")

@@ -40,6 +40,17 @@ def test_image_that_is_gone_meanwhile(folder: Path) -> None:
         images.label("cat")
 
 
+def test_undo_overwrites_no_picture_that_arrived_since(folder: Path) -> None:
+    images = Labelling(folder)
+    images.label("cat")
+    (folder / "unlabelled" / "0000.png").write_bytes(b"another picture")
+    with pytest.raises(DataError, check=has_code("FV1413", "0000.png")):
+        images.undo()
+    assert (folder / "unlabelled" / "0000.png").read_bytes() == b"another picture"
+    assert (folder / "cat" / "0000.png").is_file()
+    assert (images.labelled, images.number) == (1, 2)
+
+
 def test_keys_are_distinct_and_none_has_another_meaning() -> None:
     assert len(set(KEYS)) == len(KEYS) == 60
     assert not {"u", "q", " ", "\n"} & set(KEYS)

@@ -183,7 +183,22 @@ def test_alerts_survive_a_restart_and_end(
     assert not again.alerts
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"sums": {"brightness+1": 1e999}}', b'{"days": 1}'])
+def test_process_that_opened_no_model_keeps_the_alerts(scene: Callable[[int], Scene], tmp_path: Path) -> None:
+    made, watch = scene(0), DriftWatch(tmp_path)
+    watch.use("digits-1", made.reference, made.temperature)
+    for pixels in darken(split_digits(0).stream.pixels)[:100]:
+        watch.add(made.see(pixels))
+    watch.write(watch.encode())
+    idle = DriftWatch(tmp_path)
+    idle.write(idle.encode())
+    again = DriftWatch(tmp_path)
+    again.use("digits-1", made.reference, made.temperature)
+    assert again.alerts == watch.alerts != {}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"sums": {"brightness+1": 1e999}}', b'{"days": 1}', b'{"model": "\xef"}']
+)
 def test_damaged_file_begins_anew(scene: Callable[[int], Scene], tmp_path: Path, content: bytes) -> None:
     (tmp_path / "drift.json").write_bytes(content)
     watch = DriftWatch(tmp_path)

@@ -23,7 +23,7 @@ from edge_client.serving.models import (
     is_below_band,
 )
 from edge_client.storage.models import DeviceModels
-from edge_client.storage.serving import ServedAnswers, ServingStatus, read_serving, write_serving
+from edge_client.storage.serving import ServedAnswers, ServingStatus, read_serving, serving_file, write_serving
 from fedvit.data.images import Pixels
 from fedvit.errors import BadPayload
 from tests.support.codes import has_code
@@ -90,6 +90,13 @@ def test_model_is_exchanged_between_two_pictures(
     assert name_of(server, stream.pixels[0]) == "digits-2"
     models.roll_back()
     wait_until(lambda: name_of(server, stream.pixels[0]) == "digits-1")
+
+
+@pytest.mark.parametrize("content", [b"", b'{"name": "\xef"}'])
+def test_damaged_status_begins_anew(tmp_path: Path, content: bytes) -> None:
+    serving_file(tmp_path).parent.mkdir()
+    serving_file(tmp_path).write_bytes(content)
+    assert ModelServer(tmp_path, 1).status.name == ""
 
 
 def test_damaged_list_changes_nothing(server: ModelServer, state: Path, stream: Digits) -> None:

@@ -86,6 +86,16 @@ def test_a_torn_line_is_passed_over_and_ended(tmp_path: Path) -> None:
     assert [line.reason for line in Ledger(tmp_path).read()] == ["one", "two"]
 
 
+def test_a_line_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
+    """Also one that is no UTF-8 any more."""
+    for reason in ("one", "two"):
+        Ledger(tmp_path).note_refusal(task(), reason)
+    file = tmp_path / LEDGER_FILE
+    file.write_bytes(file.read_bytes().replace(b"one", b"\xefne"))
+    Ledger(tmp_path).note_refusal(task(), "three")
+    assert [line.reason for line in Ledger(tmp_path).read()] == ["two", "three"]
+
+
 def test_two_files_bound_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
     ledger = Ledger(tmp_path)

@@ -142,6 +142,7 @@ def test_withdrawn_names_are_bounded(tmp_path: Path) -> None:
         b"",
         b"{",
         b'{"v": 2}',
+        b'{"withdrawn": {"x": "\xef"}}',
         b'{"models": [{"run": "../x", "round": 1, "method": "m", "state": "champion", "changed_s": 1}]}',
         b'{"models": [{"run": "x", "round": -1, "method": "m", "state": "champion", "changed_s": 1}]}',
         b'{"models": ['

@@ -29,6 +29,13 @@ def test_operator_sees_the_command_for_devices(
     assert "secret" not in " ".join(said)
 
 
+def test_address_of_ipv6_can_be_copied(tmp_path: Path) -> None:
+    said = list[str]()
+    with broker_endpoint(BrokerConfig(broker="mqtt://[::1]:1884"), "home", tmp_path, said.append):
+        pass
+    assert said[-1] == "on each device: edge-client --broker [::1]:1884 --data FOLDER"
+
+
 def test_broker_that_listens_everywhere_is_named_by_what_it_listens_on(tmp_path: Path) -> None:
     said = list[str]()
     port = claim_port()

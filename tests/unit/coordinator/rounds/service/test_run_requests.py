@@ -1,8 +1,11 @@
 """A run that the operator pauses, served by a real coordinator."""
 
+from pathlib import Path
+
 import pytest
 
-from coordinator.rounds.service.run_requests import pause, unpause
+from coordinator.record.record import open_record
+from coordinator.rounds.service.run_requests import change_run, pause, unpause
 from fedvit.errors import ConfigError
 from fedvit.wire.messages import Task
 from tests.support.codes import has_code
@@ -43,3 +46,11 @@ def test_paused_run_opens_no_round_until_the_pause_ends(stage: Stage, monkeypatc
         pause(stage.store, "r")
     with pytest.raises(ConfigError, check=has_code("FV1611")):
         unpause(stage.store, "r")
+
+
+def test_run_of_no_service_is_continued_by_a_command_for_its_folder(tmp_path: Path) -> None:
+    with open_record(tmp_path / "my runs") as store:
+        store.runs.create("r", {})
+        store.runs.update("r", status="failed")
+        with pytest.raises(ConfigError, check=has_code("FV1615", f"--resume r --runs '{tmp_path / 'my runs'}'")):
+            change_run(store, tmp_path / "my runs", "r", "retry")

@@ -3,6 +3,7 @@
 import time
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -41,8 +42,10 @@ def test_budgets_of_the_policy_with_the_use_of_today(home: Home) -> None:
     add_line(home, "update", 70_000_000, ago_s=DAY_S + 60)
     (home.state / "vault").mkdir()
     (home.state / "vault" / "file").write_bytes(bytes(1000))
+    (home.state / "models").mkdir()  # the budget is for bundles, too
+    (home.state / "models" / "file").write_bytes(bytes(500))
     shown = show_device(home, '[send]\nmax_bytes_per_day = "200MB"\n[train]\ndisk = "2kB"\nmin_battery = 30')
-    for text in ("50 MB of 200 MB", "1 kB of 2 kB", "30 % at least", "sent 1 update", "at most 200 MB a day"):
+    for text in ("50 MB of 200 MB", "1.5 kB of 2 kB", "30 % at least", "sent 1 update", "at most 200 MB a day"):
         assert text in shown or text.capitalize() in shown
 
 
@@ -74,6 +77,13 @@ def test_ledger_is_shown_in_words_the_newest_first(home: Home) -> None:
     shown = show_ledger(Ledger(home.state), "pi", 1).decode()
     assert shown.index("Lines of the log") < shown.index("Update of the model") < shown.index("policy: &lt;b&gt;")
     assert "1 to 7 of 7" in shown
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_each_kind_of_line_has_its_words(home: Home, kind: Kind) -> None:
+    add_line(home, kind, 12_000)
+    shown = show_ledger(Ledger(home.state), "pi", 1).decode()
+    assert "12 kB" in shown
 
 
 def test_pages_of_a_long_ledger(home: Home) -> None:

@@ -23,11 +23,11 @@ LARGEST_OUTPUT = 1e6
 """Outputs of a regression are cut off here, as a model that diverges gives infinite ones."""
 
 ACCURACY: dict[OtherTask, str] = {
-    "multi_label": "of each image the F1 of its set of classes",
-    "regression": "of each image 1 - absolute error / range, at least 0",
-    "segmentation": "of each image the share of its patches",
+    "multi_label": "F1 of each image's set of classes",
+    "regression": "1 - absolute error / range of each image, at least 0",
+    "segmentation": "share of each image's patches that are right",
 }
-"""What stands for a right answer, for reports."""
+"""Accuracy of a task's answers, as reports describe it."""
 
 
 class LabelForm(Struct, frozen=True, kw_only=True):

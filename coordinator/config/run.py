@@ -77,7 +77,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ()
     task: Annotated[
         TaskName,
-        Meta(description="What devices' labels are: one class for each image, a set of classes, or a number."),
+        Meta(description="Label of an image: a class, a set of classes, a number, or a class for each patch."),
     ] = "classification"
     number_range: Annotated[
         tuple[Annotated[float, Meta(ge=-1e9, le=1e9)], ...],

@@ -36,7 +36,7 @@ _USUAL = {
 
 
 _LABELS = ("label", "labels", "number", "mask")
-"""Columns of which one is the label, the first that there is unless one is named."""
+"""Columns that can hold the label: the one that is named, else the first of these in the file."""
 
 
 def is_manifest(path: Path) -> bool:

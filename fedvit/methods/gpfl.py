@@ -12,6 +12,7 @@ from fedvit.methods.base import Gathered, GroupRule, Images, StepInputs, StepRes
 from fedvit.methods.calculus import Calculus, Named, Objective
 from fedvit.methods.class_sums import find_features, one_hot
 from fedvit.methods.fedavg import FedAvg
+from fedvit.methods.losses import TINY, normalise
 from fedvit.methods.parts import HEAD
 from fedvit.models.extra_head import ExtraHead
 from fedvit.models.model_patch import ModelPatch
@@ -21,7 +22,6 @@ from fedvit.program import Role, Train
 EMBEDDINGS = "class_embeddings.weight"
 VALVE = ("valve_scale", "valve_shift")
 CLASS_SHARES = "class_shares"
-TINY = 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +110,3 @@ def turn_valve(tensors: Named, features: Tensor, condition: Tensor) -> Tensor:
 def answer(tensors: Named, features: Tensor) -> Tensor:
     """Return (B, C) the own head's logits."""
     return linear(features, tensors["head.weight"], tensors["head.bias"])
-
-
-def normalise(rows: Tensor) -> Tensor:
-    """Return rows of length 1."""
-    return rows / (rows.square().sum(dim=1, keepdim=True) + TINY).sqrt()

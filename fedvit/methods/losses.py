@@ -8,6 +8,9 @@ from torch import Tensor
 from fedvit.label_forms import OtherTask
 from fedvit.models.vit import PatchViT
 
+TINY = 1e-12
+"""Added to a square before its root, whose derivative at 0 is infinite."""
+
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Per sample: (B, C) logits and (B,) labels -> (B,). Of several positions, (B, T, C) and (B, T), their mean."""
@@ -42,3 +45,8 @@ LOSSES: dict[OtherTask, Callable[[Tensor, Tensor], Tensor]] = {
 def sample_losses(vit: PatchViT, logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each sample, (B,), by the task of the model's run."""
     return (LOSSES[vit.label_form.task] if vit.label_form else cross_entropy)(logits, labels)
+
+
+def normalise(rows: Tensor) -> Tensor:
+    """Return rows of length 1: (B, D) -> (B, D). A row of zeros stays one."""
+    return rows / (rows.square().sum(dim=1, keepdim=True) + TINY).sqrt()

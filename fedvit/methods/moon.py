@@ -13,7 +13,7 @@ from fedvit.methods.base import GroupRule, RoundContext, ServerRule, ServerState
 from fedvit.methods.calculus import Named, Objective
 from fedvit.methods.class_sums import find_features, read_features
 from fedvit.methods.fedavg import FedAvg
-from fedvit.methods.losses import sample_losses
+from fedvit.methods.losses import normalise, sample_losses
 from fedvit.methods.rules.weighted_mean import WeightedMean
 from fedvit.models.vit import PatchViT
 from fedvit.program import Role, Train
@@ -66,7 +66,7 @@ class Moon(FedAvg):
 
 def contrast_features(own: Tensor, near: Tensor, far: Tensor, tau: float) -> Tensor:
     """(B,) -log of the softmax of `near` over the cosines with `own` of `near` and `far`; all are (B, D)."""
-    own, near, far = (value / value.square().sum(dim=1, keepdim=True).sqrt() for value in (own, near, far))
+    own, near, far = map(normalise, (own, near, far))
     cosines = torch.stack([(own * near).sum(dim=1), (own * far).sum(dim=1)], dim=1)
     is_near = (torch.arange(2, device=own.device) == 0).to(own.dtype)
     return -(torch.log_softmax(cosines / tau, dim=1) * is_near).sum(dim=1)

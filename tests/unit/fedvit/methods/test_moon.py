@@ -7,7 +7,7 @@ from torch import Tensor
 from fedvit.methods import make_method
 from fedvit.methods.base import Images, ServerState
 from fedvit.methods.class_sums import read_features
-from fedvit.methods.moon import PREVIOUS
+from fedvit.methods.moon import PREVIOUS, contrast_features
 from fedvit.methods.step import example_inputs, whole_step
 from fedvit.models.vit import PatchViT
 from tests.support.method_steps import make_context
@@ -50,6 +50,18 @@ def test_a_step_minimises_the_papers_loss(vit: PatchViT) -> None:
         want = inputs[f"tensor/{name}"] - LR * leaf.grad
         torch.testing.assert_close(after[f"new/tensor/{name}"], want, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(after["metric/loss"], (entropy * weight).sum().detach() / weight.sum())
+
+
+def test_features_without_a_direction_pull_nothing() -> None:
+    """An image for which every number behind a last ReLU is 0 must not end the training."""
+    features, shared, last = torch.zeros(2, 4), torch.ones(2, 4), torch.eye(2, 4)
+    features[1] = 1
+    features.requires_grad_()
+    contrast = contrast_features(features, shared, last, TAU)
+    contrast.sum().backward()
+    assert features.grad is not None
+    assert features.grad.isfinite().all()
+    torch.testing.assert_close(contrast[0].detach(), torch.tensor(2.0).log())
 
 
 def test_before_its_first_answer_a_device_trains_as_in_fedavg(vit: PatchViT) -> None:

@@ -288,7 +288,7 @@ def describe_sent(sent: Sent) -> str:
     """Describe what left the device today.
 
     >>> describe_sent(Sent(counts={"update": 2, "refused": 1}, bytes={"update": 172_000}))
-    'sent 2 updates of 86 kB (single) today; no image, no feature; 1 task refused'
+    'sent 2 updates of 86 kB (single); no image, no feature; 1 task refused'
     """
 
     def count(kind: Kind, what: str) -> str:
@@ -304,4 +304,4 @@ def describe_sent(sent: Sent) -> str:
     )  # fmt: skip
     listed = " and ".join(filter(None, parts)) or "nothing"
     features = "" if sent.counts.get("features") else ", no feature"
-    return f"sent {listed} today; no image{features}; {format_count(sent.counts.get('refused', 0), 'task')} refused"
+    return f"sent {listed}; no image{features}; {format_count(sent.counts.get('refused', 0), 'task')} refused"

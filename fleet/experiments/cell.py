@@ -27,7 +27,7 @@ from coordinator.run_view import RoundView, RunView, read_run
 from fedvit.data.images import normalise, read_image, unfold
 from fedvit.data.layout import PARTITION_FILE
 from fedvit.data.text import is_text_folder
-from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, NoRoom, StorageFailed
 from fedvit.files import atomic_write
 from fedvit.logs import configure_logging
 from fedvit.methods.base import Images
@@ -133,8 +133,8 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
     try:
         try:
             runs = _train(cell, out, parts, options, watcher)
-        except (ConfigError, StorageFailed):
-            if not resumes:
+        except (ConfigError, StorageFailed) as error:
+            if not resumes or isinstance(error, NoRoom):
                 raise
             shutil.rmtree(out)  # of another version of the software
             runs = _train(cell, out, parts, options, watcher)

@@ -57,7 +57,7 @@ def test_strictest_policy_that_allows_a_method_trains_it(
     assert lines[1].get("left_out") == (0.75 if method == "eftvit" else None)
     assert "by class" not in lines[2]["what"]
     status = said(stage, "edge_client.cli", "status", *state)
-    assert "1 evaluation today; no image" in status
+    assert "1 evaluation; no image" in status
     assert "0 tasks refused" in status
     report = stage.report()
     [shown] = report["devices"]

@@ -50,9 +50,9 @@ def test_update_features_evaluation_and_refusal_have_their_lines(
     assert (tested.kind, tested.what, log.what, log.bytes) == ("evaluation counts", "12 images, loss", "2 lines", 7)
     assert (refused.kind, refused.bytes) == ("refused", 0)
     assert describe_sent(sum_lines(ledger.read())) == (
-        "sent 1 update of 86 kB (single) and 1 feature upload of 86 kB and 1 evaluation today; no image; 1 task refused"
+        "sent 1 update of 86 kB (single) and 1 feature upload of 86 kB and 1 evaluation; no image; 1 task refused"
     )
-    assert describe_sent(sum_lines([])) == "sent nothing today; no image, no feature; 0 tasks refused"
+    assert describe_sent(sum_lines([])) == "sent nothing; no image, no feature; 0 tasks refused"
     assert (tmp_path / LEDGER_FILE).stat().st_mode & 0o077 == 0
 
 

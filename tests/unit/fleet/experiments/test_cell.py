@@ -9,12 +9,13 @@ import pytest
 
 from coordinator.record.tables import SavedState
 from coordinator.run_view import RunView, read_run
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, DiskFull
 from fedvit.models import SMALL, build_vit
 from fedvit.tensors import pack
 from fleet.datasets.digits import read_digits
-from fleet.experiments.cell import generic_accuracy, make_result
+from fleet.experiments.cell import CellOptions, generic_accuracy, make_result, run_cell
 from fleet.experiments.cells import SCHEMA, Deal, GridCell
+from fleet.experiments.folder import CELL_FILE
 from fleet.partition import DealSettings, deal
 from tests.support.codes import has_code
 from tests.support.experiments import read_grid, write_file, written_experiment
@@ -76,3 +77,18 @@ def test_classes_of_a_data_set_need_no_order(tmp_path: Path) -> None:
     server = tmp_path / "model.safetensors"
     server.write_bytes(pack(tensors))
     assert generic_accuracy(cell, server, parts) == pytest.approx(2 / 3)
+
+
+def test_a_full_disk_costs_no_round_of_a_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "runs" / "rounds"
+    kept.parent.mkdir()
+    kept.write_bytes(b"two rounds")
+    (tmp_path / CELL_FILE).write_bytes(msgspec.json.encode(CELL))
+
+    def fill_disk(*_: object, **__: object) -> None:
+        raise DiskFull("FV0012", "no space left")
+
+    monkeypatch.setattr("fleet.experiments.cell._train", fill_disk)
+    with pytest.raises(DiskFull):
+        run_cell(tmp_path, tmp_path / "parts", CellOptions(at_once=1))
+    assert kept.read_bytes() == b"two rounds"

@@ -48,7 +48,7 @@ async def follow_run(
 ) -> StreamingResponse:
     """Follow a run (`run`) and its closed rounds (`round`) until it has ended (`end`)."""
     progress = await site.read(find_progress, site, run)
-    if last_event_id and last_event_id.isdigit():
+    if last_event_id and last_event_id.isdecimal():
         after = min(int(last_event_id), 2**31)
     return _follow(site, request, _run_events(site, progress.run, after or 0))
 

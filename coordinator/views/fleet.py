@@ -16,6 +16,7 @@ from coordinator.record.tables import RunRecord, RunStatus
 from coordinator.rounds.service.status import ServiceStatus
 from coordinator.rounds.status import LiveStatus, Member, read_members, read_status
 from coordinator.run_view import RunProgress, Standing, natural_order, read_progress, read_standings
+from coordinator.security.expiry import is_ending
 from coordinator.security.registry import JoinedDevice
 from coordinator.views.service_facts import show_date
 from fedvit.errors import ConfigError
@@ -31,8 +32,6 @@ STATES = {
     "certificate ending": "its certificate has ended, or was not renewed in time",
 }
 """States of a device, with their meanings for a legend."""
-ENDING_SHARE = 1 / 6
-"""A certificate with a smaller share of its validity left should have been renewed; devices renew below a third."""
 MINUTE = "%Y-%m-%d %H:%M"
 ROUNDS_TIMED = 6
 """Newest rounds from which the time that is left is estimated."""
@@ -285,12 +284,6 @@ class _Known:
         self._states[device] = (state, detail)
         self._runs[device] = run
         self._sites.setdefault(device, self._labels.get(device, {}).get(SITE, ""))
-
-
-def is_ending(device: JoinedDevice, now_s: float) -> bool:
-    """Return whether a device's newest certificate should have been renewed long ago."""
-    newest = max(device.certificates, key=lambda certificate: certificate.expires_at, default=None)
-    return newest is not None and newest.expires_at - now_s < ENDING_SHARE * (newest.expires_at - newest.issued_at)
 
 
 def was_written(folder: Path, run: str) -> float | None:

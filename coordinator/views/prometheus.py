@@ -102,7 +102,7 @@ def read_certificate_metrics(observed: Observed) -> Iterator[Metric]:
     yield left
     yield GaugeMetricFamily(
         "fedvit_devices_certificate_ending",
-        "Devices whose certificate ends within 14 days, or has ended.",
+        "Devices whose certificate has ended, or was not renewed in time.",
         ends.ending_devices,
     )
 

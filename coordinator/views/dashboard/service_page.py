@@ -3,9 +3,9 @@
 import time
 from collections import Counter
 
+from coordinator.security.expiry import is_ending
 from coordinator.views.dashboard.frame import Part, Site, follow, page
 from coordinator.views.dashboard.front_page import EVERY_S, read_overview
-from coordinator.views.fleet import is_ending
 from coordinator.views.service_facts import count_days, show_date
 
 

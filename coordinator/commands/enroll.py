@@ -125,8 +125,10 @@ def _describe(made: Sequence[Invitation], valid_s: float, *, on_card: bool) -> I
     if on_card:
         yield f"start the board {within}; images go into /srv/fedvit/images/CLASS/"
         return
-    yield f"on the device, {within}:" if len(made) == 1 else f"on each device, one of these lines, {within}:"
+    yield f"on the device, {within}:" if len(made) == 1 else f"on each device its line, {within}:"
     for one in made:
+        if len(made) > 1:
+            yield f"{one.device}:"
         yield f"{JOIN} {one.token}"
 
 

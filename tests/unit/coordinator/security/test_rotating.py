@@ -282,6 +282,9 @@ def test_acts_stand_in_the_audit(tmp_path: Path) -> None:
     assert [entry["device"] for entry in made] == ["a", "b"]
     alone = json.loads(run(deployment, "enroll", "c", "--no-wait", "--json").stdout)
     assert alone.keys() == {"device", "token", "publisher", "expires"}
+    named = run(deployment, "enroll", "d", "e", "--no-wait")
+    assert [line for line in named.stderr.splitlines() if line.endswith(":")][1:] == ["d:", "e:"]
+    assert [line.split()[:2] for line in named.stdout.splitlines()] == [["edge-client", "join"]] * 2
     assert run(deployment, "revoke", "a", "unknown").exit_code != 0
     revoked = json.loads(run(deployment, "revoke", "a", "b", "--json").stdout)
     assert revoked["revoked"] == ["a", "b"]
@@ -291,7 +294,8 @@ def test_acts_stand_in_the_audit(tmp_path: Path) -> None:
         entries = [(entry.act, entry.subject) for entry in rows.read_audit()]
     new = deployment.authority.digest.hex()
     assert entries == [
-        ("enroll", "a"), ("enroll", "b"), ("enroll", "c"), ("revoke", "a"), ("revoke", "b"),
+        ("enroll", "a"), ("enroll", "b"), ("enroll", "c"), ("enroll", "d"), ("enroll", "e"),
+        ("revoke", "a"), ("revoke", "b"),
         ("renew", "server.pem, coordinator.pem"), ("rotate-authority", new), ("finish rotation", new),
     ]  # fmt: skip
 

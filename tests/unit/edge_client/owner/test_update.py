@@ -1,4 +1,4 @@
-"""What an update finds when it begins; whole updates: tests/e2e/test_updates.py."""
+"""The state that an update finds when it begins; whole updates: tests/e2e/test_updates.py."""
 
 from pathlib import Path
 

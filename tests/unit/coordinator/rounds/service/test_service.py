@@ -1,4 +1,4 @@
-"""What a service does with a run that cannot begin."""
+"""A service beside a run that cannot begin."""
 
 import threading
 from contextlib import nullcontext

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import secrets
@@ -150,6 +151,18 @@ def name_failure(what: str, kind: type[FedvitError] | None = None, code: str = "
         if kind is None:
             raise storage_failed(what, error) from error
         raise kind(code, f"{what}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def hold_lock(file: Path) -> Iterator[None]:
+    """Wait until no other thread or process holds the lock of a file, and hold it. Raises StorageFailed."""
+    with name_failure(f"cannot open {file}"):
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def make_folder(folder: Path) -> None:

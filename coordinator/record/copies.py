@@ -1,8 +1,6 @@
 """Copies of the database beside it, one set for all runs of a folder: which one is intact, which files are no longer
 needed, and how a copy is put back when the database is damaged. `coordinator.record.backups` makes them."""
 
-import fcntl
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from coordinator.record.rows import read_rows, seal_of
 from coordinator.record.tables import ENDED, SEAL, TABLES
 from fedvit.errors import Damaged
-from fedvit.files import WRITING, make_folder
+from fedvit.files import WRITING, hold_lock, make_folder
 from fedvit.hints import command
 
 COPIES = "record.copies"
@@ -54,14 +52,10 @@ def notes_in(folder: Path) -> list[Path]:
 
 @contextmanager
 def lock_copies(folder: Path) -> Iterator[None]:
-    """Let no other thread or process make or remove copies within the block. Raises OSError."""
+    """Let no other thread or process make or remove copies within the block. Raises OSError, StorageFailed."""
     make_folder(folder / COPIES)
-    handle = os.open(folder / COPIES / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    with hold_lock(folder / COPIES / _LOCK):
         yield
-    finally:
-        os.close(handle)
 
 
 def read_runs(copy: Path) -> dict[str, CopiedRun]:

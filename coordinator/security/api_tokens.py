@@ -4,14 +4,12 @@ A file in the folder of all runs holds their digests, readable by its owner only
 made.
 """
 
-import fcntl
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -20,7 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import atomic_write, name_failure, storage_failed
+from fedvit.files import atomic_write, hold_lock, storage_failed
 from fedvit.wire.topics import check_name
 
 FILE, LOCK = "api-tokens.json", "api-tokens.lock"
@@ -133,17 +131,11 @@ class ApiTokens:
     @contextmanager
     def _change(self) -> Iterator[list[ApiToken]]:
         """Change the tokens; other processes wait."""
-        with name_failure(f"cannot write {self._file}"):
-            handle = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with hold_lock(self._folder / LOCK):
             tokens = list(self.list_all())
             yield tokens
             tokens.sort(key=lambda token: token.name)
             atomic_write(self._file, msgspec.json.format(msgspec.json.encode(tokens)), private=True)
-        finally:
-            with suppress(OSError):
-                os.close(handle)
 
 
 def _digest(text: str) -> str:

@@ -5,7 +5,6 @@ takes no further space. The record is copied by its database, while runs are ser
 those that the copied record needs once more after it, so that a run continues exactly from there.
 """
 
-import fcntl
 import logging
 import math
 import os
@@ -13,7 +12,7 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -27,13 +26,23 @@ from msgspec import Meta, Struct
 
 from coordinator.compute.integrity import essential
 from coordinator.record.copies import COPIES, NOTES
-from coordinator.record.database import ADDRESS_FILE, DATABASE_FILE, use_database
+from coordinator.record.database import ADDRESS_FILE, DATABASE_FILE
 from coordinator.record.opening import has_record, open_existing_record
 from coordinator.record.record import Record, open_record
 from coordinator.record.retention import BLOBS, LOCK, SERVICE_LOCK, is_served
+from coordinator.serving.restored_runs import adapt_runs, move_record
 from fedvit.blobs import ALGORITHM, BlobStore, digest_of_file
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
-from fedvit.files import WRITING, atomic_write, name_failure, storage_failed, sync_file, sync_folder
+from fedvit.files import (
+    WRITING,
+    atomic_write,
+    folder_bytes,
+    hold_lock,
+    name_failure,
+    storage_failed,
+    sync_file,
+    sync_folder,
+)
 from fedvit.partials import PART
 
 log = logging.getLogger(__name__)
@@ -140,7 +149,7 @@ class BackupFolder:
             return self._make(runs, deployment, report)
 
     def _make(self, runs: Path | None, deployment: Path | None, report: Report) -> Backup:
-        before = self._count_bytes()
+        before = folder_bytes(self.blobs.folder)
         files: dict[str, BackedUpFile] = {}
         mirrors: dict[str, str | None] = {}
         if deployment:
@@ -157,7 +166,7 @@ class BackupFolder:
             runs=sorted(mirrors),
             mirrors={run: url for run, url in mirrors.items() if url},
             deployment=str(deployment.resolve()) if deployment else None,
-            new_bytes=self._count_bytes() - before,
+            new_bytes=folder_bytes(self.blobs.folder) - before,
         )
         for folder in {self.blobs.path(file.digest).parent for file in files.values()}:
             sync_folder(folder)
@@ -181,18 +190,11 @@ class BackupFolder:
         with name_failure(f"cannot use folder {self.folder}"):
             self.blobs.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
+        with hold_lock(self.folder / LOCK):  # a blob of an unfinished backup is in no list yet
             with name_failure(f"cannot use folder {self.folder}"):
-                fcntl.flock(handle, fcntl.LOCK_EX)  # a blob of an unfinished backup is in no list yet
                 for rest in self.folder.glob(f"{WRITING}*"):
                     rest.unlink()
             yield
-        finally:
-            os.close(handle)
-
-    def _count_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.blobs.folder.glob("*/*"))
 
     def _keep_runs(self, folder: Path, mirrors: dict[str, str | None], report: Report) -> dict[str, BackedUpFile]:
         if not has_record(folder):
@@ -313,7 +315,7 @@ class BackupFolder:
                     new_deployment = str(deployment.resolve()) if deployment else None
                     adapt_runs(new, None if keep_mirrors else backup.mirrors, backup.deployment, new_deployment)
                     if url:
-                        _move_record(new, url)
+                        move_record(new, url)
                 if folder.exists():
                     folder.rmdir()
                 new.rename(folder)
@@ -344,31 +346,6 @@ class BackupFolder:
             sync_file(target)
         if root == DEPLOYMENT:
             (folder / "run").mkdir(exist_ok=True, mode=0o700)
-
-
-def adapt_runs(folder: Path, mirrors: Iterable[str] | None, before: str | None, after: str | None) -> None:
-    """Change the recorded runs of a restored folder: mirrors are not written any more, and the deployment may move."""
-    with open_record(folder) as record:
-        for run in record.runs.read_all():
-            if run.id in (mirrors or ()):
-                config = {**run.config, "blobs": {**run.config.get("blobs", {}), "mirror": False, "url": None}}
-                record.runs.update(run.id, config=config)
-            if before and after and run.broker.get("deployment") == before:
-                record.runs.update(run.id, broker={**run.broker, "deployment": after})
-
-
-def _move_record(folder: Path, url: str) -> None:
-    """Move the record of a folder into an empty database of PostgreSQL. Raises ConfigError if that has runs."""
-    with open_record(folder) as record, TemporaryDirectory(prefix="fedvit-") as place:
-        use_database(Path(place), url)
-        with open_record(Path(place)) as other:
-            if other.runs.count():
-                raise ConfigError("FV1634", "--record: that database has runs already and is not changed")
-            other.database.fill_from(record.database)
-        shutil.copyfile(Path(place) / ADDRESS_FILE, folder / ADDRESS_FILE)
-        (folder / ADDRESS_FILE).chmod(0o600)
-    for file in folder.glob(f"{DATABASE_FILE}*"):
-        file.unlink()
 
 
 def _walk(folder: Path) -> Iterator[Path]:

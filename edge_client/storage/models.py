@@ -10,7 +10,6 @@ replacement.
 """
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -25,7 +24,7 @@ from msgspec.structs import replace
 
 from fedvit.comparison import Comparison
 from fedvit.errors import ConfigError, Damaged
-from fedvit.files import atomic_write, make_folder, name_failure, storage_failed, sync_folder
+from fedvit.files import atomic_write, hold_lock, make_folder, name_failure, storage_failed, sync_folder
 from fedvit.wire.messages import Count
 from fedvit.wire.topics import is_name
 
@@ -235,13 +234,8 @@ class DeviceModels:
     def _lock_list(self) -> Iterator[ModelList]:
         """Lock the list for one change. Raises StorageFailed."""
         self.new_folder()
-        with name_failure(f"cannot open {self.folder / _LOCK}"):
-            handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # others hold it for a file replacement only
+        with hold_lock(self.folder / _LOCK):  # others hold it for a file replacement only
             yield self.read()
-        finally:
-            os.close(handle)
 
     def _move_in(self, bundle: Path, name: str) -> None:
         """Give a complete bundle its name. One that is there was not listed in time, or is withdrawn."""

@@ -27,7 +27,7 @@ class SumStore:
     """The results of one device that wait for a sum. Raises StorageFailed, BadPayload for an impossible run."""
 
     def __init__(self, vault: Vault) -> None:
-        self.lock = threading.Lock()  # results are stored by the thread that works
+        self.lock = threading.Lock()  # held by an answer: results are stored by the thread that works
         self._vault = vault
 
     def keep_payload(self, run: str, number: int, kind: TaskKind, payload: Tensors) -> None:
@@ -36,10 +36,10 @@ class SumStore:
         A payload that a mask has covered stays as it is: one mask never covers two.
         """
         folder = self._folder(run, number, kind)
-        for old in self._vault.path(run).glob(f"sum-{kind}-*"):
-            if old != folder:
-                shutil.rmtree(old, ignore_errors=True)
         with self.lock:
+            for old in self._vault.path(run).glob(f"sum-{kind}-*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
             attempt = self.read_attempt(run, number, kind)
             if attempt is None or attempt.inbox is None:
                 write_sums(folder, Sums(1, self._vault.round_files.write_tensors(folder, PAYLOAD, payload)))

@@ -65,14 +65,14 @@ class SecureSums:
         self._identity = identity
         self._begin = begin
         self._at_work: SumId | None = None
-        self._part: DeviceSum | None = None  # of the newest attempt; made from the vault after an error
+        self._part: DeviceSum | None = None  # of the newest attempt
 
     def answer(self, question: SumQuestion) -> None:
         """Answer a message of the coordinator, or refuse it with the reason."""
         try:
-            self._answer(question)
+            with self._storage.sums.lock:  # a task may store another result meanwhile
+                self._answer(question)
         except (FedvitError, OSError) as error:
-            self._part = None  # it may have taken a message that is not stored
             self._refuse(question.sum, error)
 
     def send_masked(self, masked: Masked) -> None:
@@ -92,16 +92,18 @@ class SecureSums:
             self._refuse(masked.sum, error)
 
     def _answer(self, question: SumQuestion) -> None:
-        sum_id, part = question.sum, self._part
+        sum_id = question.sum
+        kept = self._read_attempt(sum_id)
         if isinstance(question, SumInvite):
             self._read_payload(question)
-            part = self._make_part(begin_attempt(question, self._read_attempt(sum_id)))
-        elif part is None or part.attempt.invite.sum != sum_id:
-            kept = self._read_attempt(sum_id)
-            if kept is None or kept.invite.sum != sum_id:
-                raise NotAllowed("FV1451", f"attempt {sum_id.attempt} of a sum is not known here")
-            part = self._make_part(kept)
-        self._part = part
+            note = self._storage.vault.notes.find_newest(sum_id.run)
+            seed = note.seed if note else 0
+            kept = begin_attempt(question, kept, seed)
+        elif kept is None or kept.invite.sum != sum_id:
+            raise NotAllowed("FV1451", f"attempt {sum_id.attempt} of a sum is not known here")
+        if self._part is None or self._part.attempt != kept:  # the vault counts: its attempts go with their results
+            self._part = self._make_part(kept)
+        part = self._part
         match question:
             case SumInvite():
                 self._link.send(part.answer_invite())
@@ -155,11 +157,10 @@ class SecureSums:
         """Begin to add the masks to a result."""
         invite, events = part.attempt.invite, self._link.transport.inbox
         sum_id = invite.sum
-        with self._storage.sums.lock:  # from now on the payload stays
-            part.take_inbox(inbox)
-            payload, noise = self._read_payload(invite), part.share_noise()
-        note = self._storage.vault.notes.find_newest(sum_id.run)
-        seeds = find_rounding_seeds(note.seed if note else 0, sum_id.round, self._link.identity.device)
+        part.take_inbox(inbox)  # from now on the payload stays
+        payload, noise = self._read_payload(invite), part.share_noise()
+        # not that of the newest task: another rounding would be another payload
+        seeds = find_rounding_seeds(part.attempt.rounding_seed, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
 
         def work() -> None:

@@ -205,7 +205,8 @@ class TaskExecutor:
         trains, upto = task.kind == "train", newest_counted(task)
         own = program.with_role(Role.LOCAL) if trains else own_groups(program, task, storage.vault, upto)
         values, personal = start_values(program, task, own, storage.vault, storage.blobs, upto)
-        watch = Watch(self.make_reporter(task), lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
+        report = self.make_reporter(task, hides_loss=program.secure)
+        watch = Watch(report, lambda: execution.stop.is_set() or guarded.over(), guarded.tally)
         seeds = Seeds(task.seed, task.round, self.link.identity.device)
         test = ModelTest(program, values, data, seeds)
         if task.kind == "compare":
@@ -380,12 +381,16 @@ class TaskExecutor:
             self._relabelled = data, classes, data.relabel(classes)
         return self._relabelled[2]
 
-    def make_reporter(self, task: Task) -> Callable[[int, int, float | None], None]:
-        """Return a function that reports progress: at the first and last step, and at the interval of the task."""
+    def make_reporter(self, task: Task, *, hides_loss: bool = False) -> Callable[[int, int, float | None], None]:
+        """Return a function that reports progress: at the first and last step, and at the interval of the task.
+
+        `hides_loss`: the coordinator, which may get the log, too, learns only the sum of the devices' losses.
+        """
         last, logged = -math.inf, time.monotonic()
 
         def report(done: int, total: int, loss: float | None) -> None:
             nonlocal last, logged
+            loss = None if hides_loss else loss
             now = time.monotonic()
             if now - logged >= LOG_EVERY_S:
                 logged = now

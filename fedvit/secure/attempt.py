@@ -19,12 +19,13 @@ class Attempt(Struct, frozen=True, kw_only=True):
     polynomial: bytes  # seed of the shares
     nonce: bytes
     noise_seed: bytes  # never revealed
+    rounding_seed: int = 0  # of the run, when the attempt began
     peers: SumPeers | None = None
     inbox: SumInbox | None = None
     ask: SumAsk | None = None
 
 
-def begin_attempt(invite: SumInvite, before: Attempt | None) -> Attempt:
+def begin_attempt(invite: SumInvite, before: Attempt | None, rounding_seed: int = 0) -> Attempt:
     """Return what the device remembers of an attempt: new secrets, or those that it has. `before`: the newest attempt
     at this sum. Raises NotAllowed."""
     if before is not None:
@@ -43,6 +44,7 @@ def begin_attempt(invite: SumInvite, before: Attempt | None) -> Attempt:
         polynomial=drawn[3],
         nonce=secrets.token_bytes(16),
         noise_seed=drawn[4],
+        rounding_seed=rounding_seed,
     )
 
 

@@ -111,14 +111,20 @@ def count_needed_holders(holders: int) -> int:
     return 2 * holders // 3 + 1
 
 
-def find_least_reserve(neighbours: Mapping[str, Collection[str]], left: Collection[str]) -> tuple[int, str]:
-    """Find the device left that can spare the fewest holders of its shares, and how many; negative: too few are left.
+def find_least_reserve(
+    neighbours: Mapping[str, Collection[str]], left: Collection[str], began: Collection[str]
+) -> tuple[int, str]:
+    """Find the device that can spare the fewest holders of its shares, and how many; negative: too few are left.
 
-    >>> find_least_reserve({"a": "bcd", "b": "acd", "c": "abd", "d": "abc"}, "abc")
+    Also of a device that left, shares are needed if one that did not has masks in common with it.
+
+    >>> find_least_reserve({"a": "bcd", "b": "acd", "c": "abd", "d": "abc"}, "abc", "abcd")
     (0, 'a')
     """
     here, reserves = set(left), []
-    for device in here:
+    for device in began:
         holders = {device, *neighbours[device]}
+        if here.isdisjoint(holders):
+            continue
         reserves.append((len(here & holders) - count_needed_holders(len(holders)), device))
     return min(reserves)

@@ -228,7 +228,7 @@ class SumServer:
             raise EmptyCohort("FV1521", f"{len(left)} of {LEAST_DEVICES} devices {what}{self._describe_left()}")
         if not self._neighbours:
             return
-        reserve, device = find_least_reserve(self._neighbours, left)
+        reserve, device = find_least_reserve(self._neighbours, left, self.state.shares)
         if reserve < 0:
             neighbours = self._neighbours[device]
             count = f"{len(left.intersection(neighbours))} of {len(neighbours)}"
@@ -245,7 +245,7 @@ class SumServer:
             return False
         holders = count_holders(len(self.waiting), self.state.terms.neighbours)
         again = holders - count_needed_holders(holders)
-        reserve, _ = find_least_reserve(self._neighbours, self.waiting)
+        reserve, _ = find_least_reserve(self._neighbours, self.waiting, self.state.shares)
         return reserve < (again / 2 if step == "shares" else again / 3)
 
     def _describe_left(self) -> str:

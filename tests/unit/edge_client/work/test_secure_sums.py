@@ -20,6 +20,7 @@ from fedvit.secure.layout import NUMBERS, Layout, find_rounding_seeds, make_trai
 from fedvit.secure.server import STEPS, SumServer, SumState
 from fedvit.secure.vectors import Vector
 from fedvit.wire.messages import (
+    Progress,
     SumAnswer,
     SumId,
     SumInbox,
@@ -108,7 +109,8 @@ def test_mask_covers_one_payload_and_a_payload_is_revealed_once(world: World, fe
     first.step()
     masked = first.ask(SumMasked)
     other = {"model": {name: value + np.float32(0.5) for name, value in fedavg.start().items()}}
-    world.server.acknowledge(world.result(fedavg, program=program, group_values=other))  # the same round again
+    again = world.result(fedavg, program=program, group_values=other, seed=6)  # the same round, rounded in another way
+    world.server.acknowledge(again)
     assert first.ask(SumMasked).vector.digest == masked.vector.digest
 
     second = Sum(world, fedavg, attempt=2)
@@ -120,6 +122,28 @@ def test_mask_covers_one_payload_and_a_payload_is_revealed_once(world: World, fe
     assert "not known" in world.server.expect(SumRefused).reason
     third = Sum(world, fedavg, attempt=3)
     assert "in a sum already" in third.ask(SumRefused).reason
+
+
+def test_mask_covers_no_payload_of_a_round_that_came_back(world: World, fedavg: Setting) -> None:
+    world.device()
+    program = _make_secure(fedavg)
+    world.server.acknowledge(world.result(fedavg, program=program))
+    added = Sum(world, fedavg)
+    added.step()
+    added.step()
+    added.ask(SumMasked)
+    other = {"model": {name: value + np.float32(0.5) for name, value in fedavg.start().items()}}
+    for number in (2, 1):
+        again = world.result(fedavg, program=program, group_values=other, round=number)
+        world.server.acknowledge(again)
+    assert "not known" in added.ask(SumRefused).reason
+
+
+def test_progress_in_a_secure_run_has_no_loss(world: World, fedavg: Setting) -> None:
+    world.device()
+    world.result(fedavg, program=_make_secure(fedavg))
+    reported = [message for message in world.server.heard if isinstance(message, Progress)]
+    assert {message.loss for message in reported} == {None}
 
 
 def test_device_refuses_what_its_policy_or_its_result_does_not_allow(world: World, fedavg: Setting) -> None:

@@ -13,6 +13,7 @@ from fedvit.secure.fixed_point import decode_mean, encode_values, find_error_bou
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import (
+    _draw_circle,
     choose_degree,
     compute_failure_bound,
     count_needed_holders,
@@ -27,6 +28,7 @@ from tests.support.codes import has_code
 from tests.support.sums import (
     SUM,
     Group,
+    HollowDevice,
     MemoryDevice,
     add_payloads,
     count_revealed,
@@ -101,6 +103,17 @@ def test_attempt_begins_again_with_the_devices_that_are_left(step: str) -> None:
     rest = [device for name, device in devices.items() if name not in {f"pi-{number}" for number in range(4)}]
     assert np.array_equal(played.total.words, add_payloads(rest, 32).words)
     assert count_revealed(devices) == 0
+
+
+def test_nothing_is_revealed_if_a_device_that_left_has_too_few_holders() -> None:
+    """Seven of the 21 holders of the device at place 0 leave, itself included, but only six of any other's."""
+    devices = {f"pi-{number}": HollowDevice(f"pi-{number}") for number in range(40)}
+    roster = {name: device.answer(SumInvite(SUM, make_terms(40, 20))).keys.nonce for name, device in devices.items()}
+    circle = _draw_circle(roster)
+    left = {circle[place] for place in (-10, -2, -1, 0, 1, 2, 10)}
+    played = play(devices, make_terms(40, 20), drops=lambda device, step: step == "masked" and device in left)
+    assert f"only 14 of 20 neighbours of {circle[0]}" in played.reason
+    assert played.server.state.step == "masked"
 
 
 def test_numbers_in_a_sum_are_not_added_again() -> None:

@@ -145,6 +145,7 @@ def nodes() -> Iterator[Nodes]:
         patch.setenv("RAY_health_check_period_ms", "500")  # a node that is gone is soon known to be so
         patch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")
         patch.setenv("RAY_worker_register_timeout_seconds", "480")  # a busy machine needs it
+        patch.setenv("RAY_worker_niceness", "0")  # by default 15: other programs took nearly all of the time
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it counts the memory of all programs of the machine
         nodes = Nodes()
         yield nodes

@@ -23,7 +23,7 @@ from fedvit.files import make_folder, name_failure, sync_folder
 from fedvit.policy import find_needs
 from fedvit.program import Program
 from fedvit.quantities import format_bytes, format_count
-from fedvit.wire.messages import Hello, ModelReport, Result, SumId, Task, encode
+from fedvit.wire.messages import Hello, Manifest, ModelReport, Result, SumId, Task, encode
 
 LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
 MAX_FILE_BYTES = 4_000_000
@@ -119,9 +119,10 @@ class Ledger:
                 )
         return result
 
-    def note_sum(self, sum_id: SumId, cohort: int, size_bytes: int) -> None:
+    def note_sum(self, sum_id: SumId, cohort: int, sent: Manifest) -> None:
         """Write the line of a result that leaves with masks, unless it has one. `cohort`: devices of the sum."""
-        key = f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum {sum_id.attempt}"
+        # with the digest: a round that comes back has other numbers, and counts its attempts anew
+        key = f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum {sum_id.attempt}/{sent.digest}"
         with self._lock:
             self._open()
             if key not in self._keys:
@@ -132,7 +133,7 @@ class Ledger:
                         run=sum_id.run,
                         round=sum_id.round,
                         what=f"inside a sum of {cohort} devices",
-                        bytes=size_bytes,
+                        bytes=sent.size,
                         form="sum",
                         key=key,
                     )

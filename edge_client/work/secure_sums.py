@@ -82,7 +82,7 @@ class SecureSums:
             if masked.error:
                 raise masked.error
             manifest = self._storage.blobs.put(masked.content)
-            self._storage.ledger.note_sum(masked.sum, masked.cohort, manifest.size)
+            self._storage.ledger.note_sum(masked.sum, masked.cohort, manifest)
             message = SumMasked(masked.sum, manifest)
             if manifest.size <= inline_room(message):
                 message = msgspec.structs.replace(message, inline=masked.content)
@@ -109,7 +109,7 @@ class SecureSums:
                 self._link.send(part.answer_invite())
             case SumPeers():
                 self._link.send(part.answer_peers(question))
-            case SumInbox() if self._at_work != sum_id:
+            case SumInbox() if self._at_work is None:  # else it comes again
                 self._mask(part, question)
             case SumAsk():
                 self._link.send(part.answer_ask(question))

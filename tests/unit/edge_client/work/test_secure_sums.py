@@ -1,7 +1,8 @@
 """A device in secure sums: it answers from its vault, in the same way after every restart, and each payload once."""
 
+import threading
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ from tests.support.agents import World, train_here
 from tests.support.codes import has_code
 from tests.support.settings import Setting
 from tests.support.sums import MemoryDevice, make_terms
+from tests.support.waiting import WAIT_S
 
 ANSWERS = dict(zip(STEPS, (SumKeys, SumShares, SumMasked, SumReveal), strict=True))
 Kind = TypeVar("Kind", bound=SumAnswer)
@@ -137,6 +139,36 @@ def test_mask_covers_no_payload_of_a_round_that_came_back(world: World, fedavg: 
         again = world.result(fedavg, program=program, group_values=other, round=number)
         world.server.acknowledge(again)
     assert "not known" in added.ask(SumRefused).reason
+    added = Sum(world, fedavg)
+    for _ in range(3):
+        added.step()
+    assert len([line for line in Ledger(world.state).read() if line.form == "sum"]) == 2
+
+
+def test_masks_are_made_for_one_attempt_at_a_time(
+    world: World, fedavg: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that runs through attempts takes the memory of one."""
+    begun, may_go_on = list[object](), threading.Event()
+
+    def wait_first(*given: Any) -> Vector:
+        begun.append(given)
+        may_go_on.wait(WAIT_S)
+        return make_vector(*given)
+
+    monkeypatch.setattr("edge_client.work.secure_sums.make_vector", wait_first)
+    world.device()
+    world.server.acknowledge(world.result(fedavg, program=_make_secure(fedavg)))
+    for attempt in (1, 2):
+        added = Sum(world, fedavg, attempt)
+        added.step()
+        added.step()
+        world.server.tell(added.server.question("pi"))
+        world.server.mark()
+    assert len(begun) == 1
+    may_go_on.set()
+    assert world.server.expect(SumMasked).sum.attempt == 1
+    assert added.ask(SumMasked).sum.attempt == 2
 
 
 def test_progress_in_a_secure_run_has_no_loss(world: World, fedavg: Setting) -> None:

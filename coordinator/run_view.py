@@ -473,7 +473,9 @@ def _view_sum(figures: dict[str, float]) -> SumRound | None:
     return SumRound(
         devices=int(devices),
         attempt=int(figures.get("sum_attempt", 1)),
-        left={step: int(figures.get(f"sum_left_{step}", 0)) for step in ("keys", "shares", "masked", "reveal")},
+        left={
+            step: int(figures.get(f"sum_left_{step}", 0)) for step in ("keys", "shares", "masked", "agree", "reveal")
+        },
         clipped=int(figures["sum_clipped"]),
         error_bound=figures["sum_error_bound"],
         noise_multiplier=figures.get("sum_noise_multiplier"),

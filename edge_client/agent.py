@@ -37,10 +37,7 @@ from fedvit.wire.messages import (
     Refused,
     ResultAck,
     RunEnded,
-    SumAsk,
-    SumInbox,
-    SumInvite,
-    SumPeers,
+    SumQuestion,
     Task,
     Welcome,
     decode,
@@ -262,7 +259,7 @@ class Agent:
                 self._on_run_ended(message)
             case Models() if self.session.is_for_this_process(message):
                 self.models.apply(message)
-            case SumInvite() | SumPeers() | SumInbox() | SumAsk():
+            case _ if isinstance(message, SumQuestion):
                 self.sums.answer(message)
             case _:
                 self.link.on_blob_message(message)

@@ -30,11 +30,7 @@ from fedvit.wire.messages import (
     ModelReport,
     Progress,
     Result,
-    SumKeys,
-    SumMasked,
-    SumRefused,
-    SumReveal,
-    SumShares,
+    SumAnswer,
 )
 
 log = logging.getLogger(__name__)
@@ -166,7 +162,7 @@ class Events:
                 parts.exchange.on_put(device, message)
             case BlobAck():
                 parts.exchange.on_ack(device, message)
-            case SumKeys() | SumShares() | SumMasked() | SumReveal() | SumRefused():
+            case _ if isinstance(message, SumAnswer):
                 parts.sums.on_answer(device, message)
             case _:
                 self._state.refuse(device, "message", f"a {type(message).__name__} is not for the coordinator")

@@ -29,6 +29,7 @@ from fedvit.wire.messages import (
     SumPeers,
     SumQuestion,
     SumRefused,
+    SumSurvivors,
     inline_room,
 )
 
@@ -111,6 +112,8 @@ class SecureSums:
                 self._link.send(part.answer_peers(question))
             case SumInbox() if self._at_work is None:  # else it comes again
                 self._mask(part, question)
+            case SumSurvivors():
+                self._link.send(part.answer_survivors(question))
             case SumAsk():
                 self._link.send(part.answer_ask(question))
 

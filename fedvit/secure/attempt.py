@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from fedvit.errors import NotAllowed
-from fedvit.wire.messages import SumAsk, SumInbox, SumInvite, SumPeers
+from fedvit.wire.messages import SumAsk, SumInbox, SumInvite, SumPeers, SumSurvivors
 
 
 class Attempt(Struct, frozen=True, kw_only=True):
@@ -22,6 +22,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     rounding_seed: int = 0  # of the run, when the attempt began
     peers: SumPeers | None = None
     inbox: SumInbox | None = None
+    survivors: SumSurvivors | None = None
     ask: SumAsk | None = None
 
 
@@ -48,7 +49,7 @@ def begin_attempt(invite: SumInvite, before: Attempt | None, rounding_seed: int 
     )
 
 
-def replace_step(attempt: Attempt, step: str, message: SumPeers | SumInbox | SumAsk) -> Attempt:
+def replace_step(attempt: Attempt, step: str, message: SumPeers | SumInbox | SumSurvivors | SumAsk) -> Attempt:
     """Return the attempt with the message of a step. Raises NotAllowed if it had another one."""
     if getattr(attempt, step) not in (None, message):
         raise NotAllowed("FV1451", f"two different messages for one step of a sum ({step})")

@@ -15,7 +15,7 @@ from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.attempt import Attempt, replace_step
 from fedvit.secure.keys import Binding, KeyPair, MaskStream, seal, unseal
 from fedvit.secure.masks import add_masks
-from fedvit.secure.neighbours import count_needed_holders, digest_roster, list_neighbours
+from fedvit.secure.neighbours import count_needed_holders, digest_roster, list_neighbours, unpack_devices
 from fedvit.secure.noise import LEAST_STEPS, NoiseShare, count_noise_steps, find_ratio
 from fedvit.secure.shamir import SHARE_BYTES, split_secret
 from fedvit.secure.signing import Credentials
@@ -29,6 +29,8 @@ from fedvit.wire.messages import (
     SumPublicKeys,
     SumReveal,
     SumShares,
+    SumSigned,
+    SumSurvivors,
 )
 
 LEAST_DEVICES = 3
@@ -39,6 +41,11 @@ def describe_keys(invite: SumInvite, device: str, keys: SumPublicKeys) -> bytes:
     """Return what a device signs: its keys, for this sum only."""
     signed = ("fedvit sum keys 1", invite.sum, invite.terms, device, keys.mask_key, keys.share_key, keys.nonce)
     return msgspec.msgpack.encode(signed)
+
+
+def describe_survivors(survived: bytes, binding: Binding) -> bytes:
+    """Return what a device signs: the list of the devices whose masked numbers are here, for this sum only."""
+    return msgspec.msgpack.encode(("fedvit sum survivors 1", binding.context, survived))
 
 
 def commit_to(seed: bytes, binding: Binding) -> bytes:
@@ -136,22 +143,33 @@ class DeviceSum:
         add_masks(masked, masks, bits)
         return pack_vector(masked, bits)
 
+    def answer_survivors(self, survivors: SumSurvivors) -> SumSigned:
+        """Check and sign the list of the devices in the sum. The device reveals shares for this list only."""
+        survived, _ = self._read_survivors(survivors)
+        self._check_hidden(len(survived) - 1, "are in the sum")
+        self._pin("survivors", survivors)
+        self._keep(self.attempt)
+        signed, credentials = describe_survivors(survivors.survived, self._binding), self._credentials
+        return SumSigned(survivors.sum, credentials.sign(signed) if credentials else b"")
+
     def answer_ask(self, ask: SumAsk) -> SumReveal:
-        """Return a share for each device that the coordinator names."""
-        inbox = self.attempt.inbox
-        if inbox is None:
+        """Return a share for each device, once enough neighbours have signed the same list of survivors.
+
+        A coordinator that names other survivors to others would learn the sum of fewer than each of them has agreed to
+        (the consistency check of Bonawitz et al., CCS 2017, figure 4).
+        """
+        inbox, survivors = self.attempt.inbox, self.attempt.survivors
+        if inbox is None or survivors is None:
             raise NotAllowed("FV1451", "a step of the sum is missing")
-        known, named = {*inbox.sealed, self._device}, [*ask.survived, *ask.dropped]
-        if len(set(named)) < len(named) or not known.issuperset(named) or self._device not in ask.survived:
-            raise NotAllowed("FV1451", "the request to reveal shares contradicts itself")
-        self._check_hidden(len(ask.survived) - 1, "are in the sum")
+        survived, dropped = self._read_survivors(survivors)
+        self._check_signatures(ask, survivors, survived)
         self._pin("ask", ask)
         self._keep(self.attempt)
         opened, own = self._unseal_shares(inbox), self._holders.index(self._device)
         needed = count_needed_holders(len(self._holders))
         seed = split_secret(self.attempt.self_seed, len(self._holders), needed, self.attempt.polynomial)[own]
-        shares = {peer: opened[peer][:SHARE_BYTES] if peer in opened else seed for peer in ask.survived}
-        shares |= {peer: opened[peer][SHARE_BYTES:] for peer in ask.dropped}
+        shares = {peer: opened[peer][:SHARE_BYTES] if peer in opened else seed for peer in survived}
+        shares |= {peer: opened[peer][SHARE_BYTES:] for peer in dropped}
         return SumReveal(self.attempt.invite.sum, shares)
 
     @property
@@ -161,7 +179,7 @@ class DeviceSum:
 
     # --- checks ---------------------------------------------------------------------------------------
 
-    def _pin(self, step: str, message: SumPeers | SumInbox | SumAsk) -> None:
+    def _pin(self, step: str, message: SumPeers | SumInbox | SumSurvivors | SumAsk) -> None:
         """Remember a step's message. Raises NotAllowed if it had another one."""
         self.attempt = replace_step(self.attempt, step, message)
 
@@ -185,6 +203,29 @@ class DeviceSum:
         if len(distinct) < len(neighbours) + 1:
             raise BadPayload("FV2312", "devices in a sum have one key together")
         self._check_hidden(len(neighbours), "have keys")
+
+    def _read_survivors(self, survivors: SumSurvivors) -> tuple[list[str], list[str]]:
+        """Return the holders of this device's shares that are in the sum, and those that left after their shares."""
+        attempt = self.attempt
+        if attempt.peers is None or attempt.inbox is None:
+            raise NotAllowed("FV1451", "a step of the sum is missing")
+        here = unpack_devices(attempt.peers.roster, survivors.survived).intersection(self._holders)
+        known = {*attempt.inbox.sealed, self._device}
+        if self._device not in here or not here <= known:
+            raise NotAllowed("FV1451", "the list of devices in the sum contradicts what the device knows of it")
+        return sorted(here), sorted(known - here)
+
+    def _check_signatures(self, ask: SumAsk, survivors: SumSurvivors, survived: list[str]) -> None:
+        """Raise NotAllowed or BadPayload unless enough holders of this device's shares have signed its list."""
+        if not set(survived).issuperset(ask.signatures) or self._device in ask.signatures:
+            raise NotAllowed("FV1451", "the list of devices in the sum is signed by others than its neighbours")
+        count, needed = len(ask.signatures) + 1, count_needed_holders(len(self._holders))
+        if count < needed:
+            raise NotAllowed("FV1451", f"{count} of {needed} devices have signed the list of devices in the sum")
+        if self._credentials is not None:
+            signed = describe_survivors(survivors.survived, self._binding)
+            for peer, signature in ask.signatures.items():
+                self._credentials.check_peer(peer, self._peer(peer).certificate, signed, signature)
 
     def _check_hidden(self, neighbours: int, what: str) -> None:
         """Raise NotAllowed if this device would hide among too few."""

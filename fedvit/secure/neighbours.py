@@ -6,8 +6,11 @@ those next to it. So nobody who chose a nonce before the others were known can c
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+import numpy as np
+
+from fedvit.errors import BadPayload
 from fedvit.wire.messages import MAX_NEIGHBOURS
 
 MOST_FAILURES = 0.01
@@ -21,6 +24,24 @@ def digest_roster(roster: Mapping[str, bytes]) -> bytes:
         name = device.encode()
         digest.update(len(name).to_bytes(2, "big") + name + len(roster[device]).to_bytes(2, "big") + roster[device])
     return digest.digest()
+
+
+def pack_devices(roster: Mapping[str, bytes], devices: Iterable[str]) -> bytes:
+    """Return a bit for each device of the roster, in the order of names: whether it is one of `devices`.
+
+    >>> pack_devices({"a": b"", "b": b"", "c": b""}, ["a", "c"])
+    b'\\xa0'
+    """
+    here = set(devices)
+    return np.packbits([device in here for device in sorted(roster)]).tobytes()
+
+
+def unpack_devices(roster: Mapping[str, bytes], packed: bytes) -> set[str]:
+    """Return the devices whose bits are set. Raises BadPayload if there are not as many bits as devices."""
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8))
+    if len(packed) != -(-len(roster) // 8) or bits[len(roster) :].any():
+        raise BadPayload("FV2312", f"a list of {8 * len(packed)} devices in a sum of {len(roster)}")
+    return {device for device, bit in zip(sorted(roster), bits, strict=False) if bit}
 
 
 def find_neighbours(roster: Mapping[str, bytes], degree: int) -> dict[str, list[str]]:
@@ -86,7 +107,8 @@ def choose_degree(devices: int, leaving: float, least: int) -> int:
 def compute_failure_bound(devices: int, degree: int, leaving: float) -> float:
     """Return a bound of the probability that an attempt fails: that a device has too few holders who reveal shares.
 
-    Of the devices that have sent keys, this share leaves in each of the other three steps.
+    Of the devices that have sent keys, this share leaves with the shares, with the masked numbers, and in the last two
+    steps together, which are short.
     """
     holders, stays = count_holders(devices, degree), (1 - leaving) ** 3
     needed = count_needed_holders(holders)

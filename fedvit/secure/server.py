@@ -1,15 +1,17 @@
 """The coordinator of a secure sum: it asks step by step, and learns the sum of the devices that went through all steps.
 
-Keys, shares, masked numbers and reveals are the four steps. Devices may drop out in each. A sum that too few devices
-complete fails with a reason, and then nothing is revealed.
+Keys, shares, masked numbers, agreement on who is in the sum, and reveals are the five steps. Devices may drop out in
+each. A sum that too few devices complete fails with a reason, and then nothing is revealed.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable
+from functools import cached_property
 
 from msgspec import Struct
 
 from fedvit.errors import BadPayload, EmptyCohort
-from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask
+from fedvit.secure.device import LEAST_DEVICES, commit_to, derive_mask, describe_keys, describe_survivors
 from fedvit.secure.keys import Binding, KeyPair
 from fedvit.secure.masks import add_masks
 from fedvit.secure.neighbours import (
@@ -18,8 +20,10 @@ from fedvit.secure.neighbours import (
     digest_roster,
     find_least_reserve,
     find_neighbours,
+    pack_devices,
 )
 from fedvit.secure.shamir import join_shares
+from fedvit.secure.signing import check_signature
 from fedvit.secure.vectors import Vector, unpack_vector
 from fedvit.wire.messages import (
     SumAnswer,
@@ -32,10 +36,12 @@ from fedvit.wire.messages import (
     SumQuestion,
     SumReveal,
     SumShares,
+    SumSigned,
+    SumSurvivors,
     SumTerms,
 )
 
-STEPS = ("keys", "shares", "masked", "reveal")
+STEPS = ("keys", "shares", "masked", "agree", "reveal")
 
 
 class SumState(Struct, kw_only=True):
@@ -47,6 +53,7 @@ class SumState(Struct, kw_only=True):
     keys: dict[str, SumKeys] = {}  # by device
     shares: dict[str, SumShares] = {}
     masked: list[str] = []  # devices whose masked numbers are in the total
+    signed: dict[str, bytes] = {}  # signatures of the list of these
 
 
 class SumServer:
@@ -82,9 +89,9 @@ class SumServer:
         if state.step == "masked":
             sealed = {peer: state.shares[peer].sealed[device] for peer in neighbours if peer in state.shares}
             return SumInbox(state.sum, sealed)
-        survived = [peer for peer in (device, *neighbours) if peer in self._survived]
-        dropped = [peer for peer in neighbours if peer in state.shares and peer not in self._survived]
-        return SumAsk(state.sum, tuple(sorted(survived)), tuple(sorted(dropped)))
+        if state.step == "agree":
+            return SumSurvivors(state.sum, self._survivors)
+        return SumAsk(state.sum, {peer: state.signed[peer] for peer in neighbours if peer in state.signed})
 
     def take(self, device: str, answer: SumAnswer) -> bool:
         """Take an answer; False if it is not awaited (any more). Raises BadPayload for an invalid one."""
@@ -92,12 +99,20 @@ class SumServer:
         if device not in self.waiting or answer.sum != state.sum:
             return False
         match state.step, answer:
-            case "keys", SumKeys():
+            case "keys", SumKeys(keys=keys, authority=authority):
+                if authority:
+                    signed = describe_keys(SumInvite(state.sum, state.terms), device, keys)
+                    check_signature(device, keys.certificate, signed, keys.signature)
                 state.keys[device] = answer
             case "shares", SumShares():
                 if answer.sealed.keys() != set(self._neighbours[device]):
                     raise BadPayload("FV2312", "shares for other devices than its neighbours")
                 state.shares[device] = answer
+            case "agree", SumSigned():
+                if certificate := state.keys[device].keys.certificate:
+                    signed = describe_survivors(self._survivors, self._binding())
+                    check_signature(device, certificate, signed, answer.signature)
+                state.signed[device] = answer.signature
             case "reveal", SumReveal():
                 if answer.shares.keys() != {device, *self._neighbours[device]} & state.shares.keys():
                     raise BadPayload("FV2312", "shares of other devices than those that were asked for")
@@ -124,7 +139,8 @@ class SumServer:
     def count_left(self) -> dict[str, int]:
         """Count the devices that left in each step."""
         state = self.state
-        went_on = [state.terms.devices, len(state.keys), len(state.shares), len(state.masked), len(self._reveals)]
+        answers: list[Collection[str]] = [state.keys, state.shares, state.masked, state.signed, self._reveals]
+        went_on = [state.terms.devices, *(len(answered) for answered in answers)]
         return {step: before - after for step, before, after in zip(STEPS, went_on, went_on[1:], strict=False)}
 
     def restore_masked(self, device: str, content: bytes) -> None:
@@ -150,7 +166,9 @@ class SumServer:
         Nobody has revealed anything then. Raises EmptyCohort if too few devices have answered.
         """
         state, step = self.state, self.state.step
-        answered: dict[str, Collection[str]] = {"shares": state.shares, "masked": state.masked}
+        answered: dict[str, Collection[str]] = {
+            "shares": state.shares, "masked": state.masked, "agree": state.signed,
+        }  # fmt: skip
         try:
             self._close_step()
         except EmptyCohort:
@@ -163,9 +181,8 @@ class SumServer:
         state = self.state
         match state.step:
             case "keys":
+                self._drop_strangers()
                 self._check_left(state.keys, "have sent keys")
-                if len({answer.authority for answer in state.keys.values()}) > 1:
-                    raise EmptyCohort("FV1521", "the devices of the sum belong to different deployments")
                 self._find_neighbours()
                 self.waiting = set(state.keys)
             case "shares":
@@ -174,6 +191,8 @@ class SumServer:
             case "masked":
                 self._check_left(state.masked, "have sent their numbers")
                 self.waiting = set(state.masked)
+            case "agree":
+                self._check_left(self._list_agreed(), "have agreed on who is in it")
                 self._begin_reveal()
             case "reveal":
                 if self._unrevealed:
@@ -213,6 +232,28 @@ class SumServer:
     def _find_neighbours(self) -> None:
         self._roster = {device: answer.keys.nonce for device, answer in sorted(self.state.keys.items())}
         self._neighbours = find_neighbours(self._roster, self.state.terms.neighbours)
+
+    def _drop_strangers(self) -> None:
+        """Go on with the deployment that most devices belong to: nobody may end a sum by naming another one."""
+        state = self.state
+        [(most, _)] = Counter(answer.authority for answer in state.keys.values()).most_common(1) or [(b"", 0)]
+        for device in [device for device, answer in state.keys.items() if answer.authority != most]:
+            self.refused[device] = "it belongs to another deployment"
+            del state.keys[device]
+
+    @cached_property
+    def _survivors(self) -> bytes:
+        """The list of the devices whose masked numbers are here, once the step is over."""
+        return pack_devices(self._roster, self.state.masked)
+
+    def _list_agreed(self) -> list[str]:
+        """Devices that have signed the list, as have enough holders of their shares: these will reveal."""
+        signed, holders = self.state.signed, {device: self._holders(device) for device in self.state.signed}
+        return [
+            device
+            for device, others in holders.items()
+            if sum(other in signed for other in others) >= count_needed_holders(len(others))
+        ]
 
     def _list_dropped(self) -> list[str]:
         """Devices that have masks in common with others, and did not send their numbers."""
@@ -255,6 +296,7 @@ class SumServer:
 
     def _begin_reveal(self) -> None:
         """Count the shares that are needed: of each device in the sum, and of those that others have masks with."""
+        self.waiting = set(self._list_agreed())
         dropped = [device for device in self._list_dropped() if self._survived.intersection(self._neighbours[device])]
         self._unrevealed = {
             device: count_needed_holders(len(self._holders(device))) for device in (*self.state.masked, *dropped)

@@ -39,23 +39,32 @@ class Credentials:
 
         The certificate's dates are not checked, since the clock of a device may be wrong. Raises BadPayload.
         """
-        try:
-            peer = x509.load_der_x509_certificate(certificate)
-            peer.verify_directly_issued_by(self._authority)
-            names = [name.value for name in peer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-            key = peer.public_key()
-            usage = peer.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-            if ExtendedKeyUsageOID.CLIENT_AUTH not in usage or not is_name(device):
-                raise ValueError("it is not the certificate of a device")
-            if names != [device] or not isinstance(key, ec.EllipticCurvePublicKey):
-                raise ValueError(f"it is the certificate of {names}")
-            key.verify(signature, content, ec.ECDSA(SHA256()))
-        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
-            why = str(error) or "wrong signature"
-            raise BadPayload(
-                "FV2312", f"the keys of {device} are not signed by a device of this deployment: {why}"
-            ) from None
-        return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+        return check_signature(device, certificate, content, signature, self._authority)
+
+
+def check_signature(
+    device: str, certificate: bytes, content: bytes, signature: bytes, authority: x509.Certificate | None = None
+) -> bytes:
+    """Check that a device has signed with the key of its certificate, which `authority` has issued; None: not checked.
+
+    Returns its public key, DER. Raises BadPayload.
+    """
+    try:
+        peer = x509.load_der_x509_certificate(certificate)
+        if authority is not None:
+            peer.verify_directly_issued_by(authority)
+        names = [name.value for name in peer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        key = peer.public_key()
+        usage = peer.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        if ExtendedKeyUsageOID.CLIENT_AUTH not in usage or not is_name(device):
+            raise ValueError("it is not the certificate of a device")
+        if names != [device] or not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError(f"it is the certificate of {names}")
+        key.verify(signature, content, ec.ECDSA(SHA256()))
+    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
+        why = str(error) or "wrong signature"
+        raise BadPayload("FV2312", f"{device} has not signed as a device of this deployment: {why}") from None
+    return key.public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
 
 
 def _find_issuer(certificate: x509.Certificate, authorities: list[x509.Certificate]) -> x509.Certificate:

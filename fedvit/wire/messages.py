@@ -129,6 +129,7 @@ class ClassCount(Struct, frozen=True, array_like=True):
 Key32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
 """A key, a seed or a digest."""
 Nonce = Annotated[bytes, Meta(min_length=16, max_length=16)]
+SumSignature = Annotated[bytes, Meta(max_length=256)]
 Share = Annotated[bytes, Meta(min_length=33, max_length=33)]
 SealedShares = Annotated[bytes, Meta(min_length=82, max_length=82)]
 """Two shares, encrypted."""
@@ -170,7 +171,7 @@ class SumPublicKeys(Struct, frozen=True, array_like=True):
     share_key: Key32  # X25519: of the shares that devices send each other
     nonce: Nonce
     certificate: Annotated[bytes, Meta(max_length=4096)] = b""  # DER; empty: the device has none
-    signature: Annotated[bytes, Meta(max_length=256)] = b""  # of all of it, with the certificate's key (ECDSA)
+    signature: SumSignature = b""  # of all of it, with the certificate's key (ECDSA)
 
 
 # --- coordinator to everybody -------------------------------------------------------------------------
@@ -341,8 +342,15 @@ class SumMasked(Message, frozen=True, tag="summasked"):
     inline: bytes = b""  # a small one itself, which then is not fetched
 
 
+class SumSigned(Message, frozen=True, tag="sumsigned"):
+    """The answer to SumSurvivors: the list is the device's, too."""
+
+    sum: SumId
+    signature: SumSignature = b""  # of the list; empty: the device has no certificate
+
+
 class SumReveal(Message, frozen=True, tag="sumreveal"):
-    """The answer to a SumAsk: for each device in it one share, of the kind that was asked for."""
+    """The answer to a SumAsk: for each neighbour that has sent shares one share, and one of the device itself."""
 
     sum: SumId
     shares: Annotated[dict[Name, Share], Meta(max_length=MAX_NEIGHBOURS + 1)]
@@ -485,13 +493,21 @@ class SumInbox(Message, frozen=True, tag="suminbox"):
     sealed: Annotated[dict[Name, SealedShares], Meta(max_length=MAX_NEIGHBOURS)]
 
 
-class SumAsk(Message, frozen=True, tag="sumask"):
-    """Reveal a share for each of these devices: of the own mask of those whose masked numbers are here, of the key of
-    the others. Both kinds for one device are never revealed."""
+class SumSurvivors(Message, frozen=True, tag="sumsurvivors"):
+    """The devices whose masked numbers are here: a bit for each device of the roster, in the order of names."""
 
     sum: SumId
-    survived: Annotated[tuple[Name, ...], Meta(max_length=MAX_NEIGHBOURS + 1)]
-    dropped: Annotated[tuple[Name, ...], Meta(max_length=MAX_NEIGHBOURS)]
+    survived: Annotated[bytes, Meta(max_length=MAX_SUM_DEVICES // 8)]
+
+
+class SumAsk(Message, frozen=True, tag="sumask"):
+    """Reveal shares: of the own mask of devices that survived, of the key of the others, never both for one device.
+
+    With the signatures of neighbours that have the same list of survivors.
+    """
+
+    sum: SumId
+    signatures: Annotated[dict[Name, SumSignature], Meta(max_length=MAX_NEIGHBOURS)]
 
 
 # --- blobs, both directions ---------------------------------------------------------------------------
@@ -552,8 +568,8 @@ class UseDedicatedTopic(Message, frozen=True, tag="apart"):
 
 
 TransferMessage = BlobNack | BlobUrl | BlobPut | BlobAck | UseDedicatedTopic
-SumAnswer = SumKeys | SumShares | SumMasked | SumReveal | SumRefused
-SumQuestion = SumInvite | SumPeers | SumInbox | SumAsk
+SumAnswer = SumKeys | SumShares | SumMasked | SumSigned | SumReveal | SumRefused
+SumQuestion = SumInvite | SumPeers | SumInbox | SumSurvivors | SumAsk
 FromDevice = (
     Hello | Progress | Result | Failed | Declined | ModelReport | BlobNack | BlobPut | BlobAck | DeviceState | SumAnswer
 )

@@ -11,7 +11,18 @@ import psutil
 import pytest
 
 from fedvit.tensors import map_tensors
-from fedvit.wire.messages import BlobAck, Hello, Result, SumAsk, SumId, SumKeys, SumMasked, SumReveal, SumShares
+from fedvit.wire.messages import (
+    BlobAck,
+    Hello,
+    Result,
+    SumAsk,
+    SumId,
+    SumKeys,
+    SumMasked,
+    SumReveal,
+    SumShares,
+    SumSigned,
+)
 from fleet.request import RunRequest
 from fleet.simulate import simulate
 from tests.e2e.test_deployment import make_deployment
@@ -69,9 +80,10 @@ def _go_to_the_reveals(observer: Observer, devices: "dict[str, subprocess.Popen[
     """
     first, pair = ["device-0"], ["device-2", "device-3"]
     for running, stopped, kind in (
-        (pair, first, SumKeys),
-        (first, pair, SumShares),
-        (pair, first, SumMasked),
+        (first, pair, SumKeys),
+        (pair, first, SumShares),
+        (first, pair, SumMasked),
+        (pair, first, SumSigned),
         (first, pair, SumReveal),
     ):
         _signal(devices, STOP, *stopped)

@@ -39,6 +39,8 @@ from fedvit.wire.messages import (
     SumRefused,
     SumReveal,
     SumShares,
+    SumSigned,
+    SumSurvivors,
     SumTerms,
     Task,
     UrlPiece,
@@ -118,6 +120,7 @@ def list_device_messages(instance: str, classes: tuple[str, ...], task: Task, up
         SumShares(name_sum(task), {"a": bytes(82)}, bytes(32)),
         SumMasked(name_sum(task), upload),
         SumMasked(name_sum(task), upload, b"masked"),
+        SumSigned(name_sum(task), b"signature"),
         SumReveal(name_sum(task), {"a": bytes(33)}),
         SumRefused(name_sum(task), "its numbers are in a sum already"),
     ]
@@ -146,7 +149,8 @@ def list_coordinator_messages(instance: str, task: Task, stored: str) -> list[An
         SumInvite(name_sum(task), SumTerms(task.program, 4, 2, 24, 2.5, 463, SumNoise(1.0, 0.8, 2.5))),
         SumPeers(name_sum(task), {"a": bytes(range(16)), "b": bytes(16)}, {"a": KEYS, "b": KEYS}),
         SumInbox(name_sum(task), {"b": bytes(82)}),
-        SumAsk(name_sum(task), ("a", "b"), ("c",)),
+        SumSurvivors(name_sum(task), b"\xc0"),
+        SumAsk(name_sum(task), {"b": b"signature"}),
     ]
 
 

@@ -8,7 +8,7 @@ from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_evaluation_payload, make_training_payload, make_vector
 from fedvit.secure.vectors import Vector
 from fedvit.tensors import Tensors
-from fedvit.wire.messages import Result, SumAsk, SumInbox, SumInvite, SumMasked, SumPeers, Task
+from fedvit.wire.messages import Result, SumInvite, SumMasked, SumQuestion, Task
 from tests.support.runs import Fake
 from tests.support.sums import MemoryDevice
 
@@ -39,10 +39,10 @@ class SummingFake(Fake):
     def _on_received(self, payload: bytes) -> None:
         super()._on_received(payload)
         message = self.heard[-1]
-        if isinstance(message, SumInvite | SumPeers | SumInbox | SumAsk):
+        if isinstance(message, SumQuestion):
             self._answer_sum(message)
 
-    def _answer_sum(self, message: SumInvite | SumPeers | SumInbox | SumAsk) -> None:
+    def _answer_sum(self, message: SumQuestion) -> None:
         key = message.sum.round, message.sum.kind
         part = self._parts.setdefault(key, MemoryDevice(self.name, Vector.zeros(0, 0)))
         if isinstance(message, SumInvite):

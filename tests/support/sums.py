@@ -17,7 +17,6 @@ from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector, pack_vector
 from fedvit.wire.messages import (
     SumAnswer,
-    SumAsk,
     SumId,
     SumInbox,
     SumInvite,
@@ -27,6 +26,8 @@ from fedvit.wire.messages import (
     SumQuestion,
     SumReveal,
     SumShares,
+    SumSigned,
+    SumSurvivors,
     SumTerms,
     decode,
     encode,
@@ -54,7 +55,7 @@ class MemoryDevice:
     def __init__(self, name: str, payload: Vector, credentials: Credentials | None = None, min_cohort: int = 1) -> None:
         self.name, self.payload = name, payload
         self.kept: Attempt | None = None
-        self.revealed: list[SumAsk] = []
+        self.revealed: list[tuple[list[str], list[str]]] = []  # shares of own masks, and of keys
         self._credentials = credentials
         self._min_cohort = min_cohort
 
@@ -74,8 +75,11 @@ class MemoryDevice:
             case SumInbox():
                 part.take_inbox(question)
                 return part.mask(self.payload)
+            case SumSurvivors():
+                return decode(encode(part.answer_survivors(question)))  # type: ignore[return-value]
         answer = part.answer_ask(question)
-        self.revealed.append(question)
+        assert part.attempt.survivors
+        self.revealed.append(part._read_survivors(part.attempt.survivors))
         return answer
 
     def keep(self, attempt: Attempt) -> None:
@@ -89,6 +93,7 @@ class HollowDevice:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._shared = [name]  # devices of which it has shares
 
     def answer(self, question: SumQuestion) -> SumAnswer | bytes:
         match question:
@@ -98,8 +103,11 @@ class HollowDevice:
             case SumPeers():
                 return SumShares(question.sum, dict.fromkeys(question.peers, b""), bytes(32))
             case SumInbox():
+                self._shared = [self._name, *question.sealed]
                 return pack_vector(self.payload, 32)
-        return SumReveal(question.sum, dict.fromkeys((*question.survived, *question.dropped), b""))
+            case SumSurvivors():
+                return SumSigned(question.sum)
+        return SumReveal(question.sum, dict.fromkeys(self._shared, b""))
 
 
 class Played(NamedTuple):
@@ -133,14 +141,13 @@ def play(
                     continue
                 try:
                     answer = devices[device].answer(server.question(device))
+                    if isinstance(answer, bytes):
+                        masked[device] = answer
+                        server.take_masked(device, answer)
+                    else:
+                        server.take(device, answer)
                 except (NotAllowed, BadPayload) as error:
                     server.drop(device, str(error))
-                    continue
-                if isinstance(answer, bytes):
-                    masked[device] = answer
-                    server.take_masked(device, answer)
-                else:
-                    server.take(device, answer)
             if again := server.close_step(may_repeat=may_repeat):
                 return Played(server, None, "another attempt", masked, again)
         return Played(server, unmask(server), "", masked)
@@ -176,11 +183,11 @@ def add_payloads(devices: Iterable[MemoryDevice], bits: int) -> Vector:
 
 def count_revealed(devices: Mapping[str, MemoryDevice]) -> int:
     """Count the devices of which both secrets can be joined from all that was revealed."""
-    asks, both = [ask for device in devices.values() for ask in device.revealed], 0
+    revealed, both = [kinds for device in devices.values() for kinds in device.revealed], 0
     for name, device in devices.items():
         if device.kept and device.kept.peers:
             needed = count_needed_holders(len(device.kept.peers.peers) + 1)
-            kinds = sum(name in ask.survived for ask in asks), sum(name in ask.dropped for ask in asks)
+            kinds = [sum(name in named[kind] for named in revealed) for kind in range(2)]
             both += min(kinds) >= needed
     return both
 
@@ -207,7 +214,7 @@ def play_attempts(
 
 
 class Group(NamedTuple):
-    """Sums of many devices, of which a share leaves in each step."""
+    """Sums of many devices, of which a share leaves in each step; in the last two, which are short, together."""
 
     devices: int
     neighbours: int
@@ -219,10 +226,11 @@ def has_hollow_sum(group: Group, seed: int, attempts: int = ATTEMPTS) -> bool:
     """Return whether a drawn sum of a group succeeds; nothing is computed."""
     draw = np.random.default_rng(seed)
     names = [f"pi-{number}" for number in range(group.devices)]
-    gone = {(name, step) for name in names for step in STEPS if draw.random() < group.leaving}
+    leaving = dict.fromkeys(STEPS, group.leaving) | dict.fromkeys(STEPS[-2:], group.leaving / 2)
+    gone = {(name, step) for name in names for step in STEPS if draw.random() < leaving[step]}
 
     def drops(device: str, step: str) -> bool:
-        return draw.random() < group.leaving if group.leave_again else (device, step) in gone
+        return draw.random() < leaving[step] if group.leave_again else (device, step) in gone
 
     played = play_attempts(
         {name: HollowDevice(name) for name in names},
@@ -238,7 +246,7 @@ def play_drawn(seed: int, neighbours: Sequence[int] = (4, 6, 8), attempts: int =
     """Play a sum of 3 to 60 devices, of which 0 to 30 % drop out in each step, and stay away."""
     draw = np.random.default_rng(seed)
     count, bits = int(draw.integers(3, 61)), int(draw.choice([16, 24, 32]))
-    rates = dict(zip(STEPS, draw.uniform(0.0, 0.3, 4) * draw.integers(0, 2, 4), strict=True))
+    rates = dict(zip(STEPS, draw.uniform(0.0, 0.3, len(STEPS)) * draw.integers(0, 2, len(STEPS)), strict=True))
     devices = make_devices(count, bits=bits, seed=seed)
     gone = {(name, step) for name in devices for step in STEPS if draw.random() < rates[step]}
     degree = int(draw.choice(neighbours))

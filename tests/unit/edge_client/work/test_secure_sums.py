@@ -31,6 +31,7 @@ from fedvit.wire.messages import (
     SumRefused,
     SumReveal,
     SumShares,
+    SumSigned,
     SumTerms,
 )
 from tests.support.agents import World, train_here
@@ -39,7 +40,7 @@ from tests.support.settings import Setting
 from tests.support.sums import MemoryDevice, make_terms
 from tests.support.waiting import WAIT_S
 
-ANSWERS = dict(zip(STEPS, (SumKeys, SumShares, SumMasked, SumReveal), strict=True))
+ANSWERS = dict(zip(STEPS, (SumKeys, SumShares, SumMasked, SumSigned, SumReveal), strict=True))
 Kind = TypeVar("Kind", bound=SumAnswer)
 
 

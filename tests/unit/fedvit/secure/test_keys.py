@@ -11,14 +11,17 @@ from cryptography.x509 import CertificateSigningRequestBuilder, Name, NameAttrib
 from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from coordinator.security.authority import Authority
-from fedvit.errors import BadPayload
+from fedvit.errors import BadPayload, NotAllowed
 from fedvit.secure.keys import Binding, KeyPair, MaskStream, agree, seal, unseal
 from fedvit.secure.masks import BLOCK_WORDS, add_masks
+from fedvit.secure.neighbours import pack_devices
 from fedvit.secure.shamir import join_shares, split_secret
 from fedvit.secure.signing import Credentials
 from fedvit.secure.vectors import Vector, pack_vector, unpack_vector
+from fedvit.wire.messages import SumAnswer, SumAsk, SumQuestion, SumSigned, SumSurvivors
 from tests.support.codes import has_code
 from tests.support.sums import SUM, MemoryDevice, make_terms, make_vector, play
 
@@ -121,10 +124,54 @@ def test_devices_of_one_deployment_add_up() -> None:
 def test_device_refuses_a_neighbour_of_another_deployment_or_name() -> None:
     authority, other = (Authority.create(name, time.time()) for name in ("home", "other"))
     devices = _make_devices({"pi-1": authority, "pi-2": authority, "pi-3": authority, "pi-4": other})
-    assert "different deployments" in play(devices, make_terms(4)).reason
+    played = play(devices, make_terms(4))
+    assert played.total is not None
+    assert (played.server.state.masked, played.server.refused) == (
+        ["pi-1", "pi-2", "pi-3"],
+        {"pi-4": "it belongs to another deployment"},
+    )
     devices = _make_devices(dict.fromkeys(["pi-1", "pi-2", "pi-3", "pi-4"], authority))
     devices["pi-4"] = MemoryDevice("pi-4", devices["pi-4"].payload, make_credentials(authority, "pi-9"))
-    assert "not signed by a device of this deployment" in play(devices, make_terms(4)).reason
+    played = play(devices, make_terms(4))
+    assert played.total is not None
+    assert "it is the certificate of ['pi-9']" in played.server.refused["pi-4"]
+
+
+def test_coordinator_that_lies_about_who_left_gets_no_sum_of_fewer_than_the_devices_agreed_to() -> None:
+    """Six devices are to be alone in the sum: each device is told that it is, with these and one more at the most."""
+    authority, names = Authority.create("home", time.time()), [f"pi-{number}" for number in range(10)]
+    devices = _make_devices(dict.fromkeys(names, authority), min_cohort=7)
+    server = play(devices, make_terms(10, 9), drops=lambda device, step: step == "agree").server
+    alone, others = names[:6], names[6:]
+    told = {name: SumSurvivors(SUM, pack_devices(server._roster, [*alone, name])) for name in others}
+    told |= {name: told[others[number % len(others)]] for number, name in enumerate(alone)}
+    signed = {name: devices[name].answer(told[name]).signature for name in names}  # type: ignore[union-attr]
+    reasons = set()
+    for name in names:
+        same = {peer: signed[peer] for peer in names if peer != name and told[peer] == told[name]}
+        listed = {peer: signed[peer] for peer in alone if peer != name}  # with signatures of other lists
+        for signatures in (same, listed | same):
+            with pytest.raises((NotAllowed, BadPayload)) as refused:
+                devices[name].answer(SumAsk(SUM, signatures))
+            reasons.add(str(refused.value).rpartition(": ")[2])
+    assert not any(device.revealed for device in devices.values())
+    assert {"wrong signature"} < reasons
+    assert {reason for reason in reasons if "of 7 devices have signed" in reason} == reasons - {"wrong signature"}
+
+
+def test_device_whose_signature_is_wrong_leaves_and_ends_no_sum() -> None:
+    authority = Authority.create("home", time.time())
+    devices = _make_devices(dict.fromkeys(["pi-1", "pi-2", "pi-3", "pi-4"], authority))
+    answer = devices["pi-4"].answer
+
+    def spoil(question: SumQuestion) -> SumAnswer | bytes:
+        given = answer(question)
+        return replace(given, signature=b"0") if isinstance(given, SumSigned) else given
+
+    devices["pi-4"].answer = spoil  # type: ignore[method-assign]
+    played = play(devices, make_terms(4))
+    assert played.total is not None
+    assert "wrong signature" in played.server.refused["pi-4"]
 
 
 def test_certificates_of_coordinator_and_broker_are_not_those_of_devices() -> None:

@@ -88,6 +88,7 @@ class SendPolicy(Struct, frozen=True, kw_only=True):
     features: Literal["none", "masked", "any"] = "masked"
     min_mask: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.5  # least share of patches left out of features
     min_cohort: Annotated[int, Meta(ge=1, le=2**31 - 1)] = 1  # fewest devices of a sum
+    min_noise: Annotated[float, Meta(ge=0.0, le=1e4)] = 0.0  # of a sum of updates, in multiples of its clip
     class_counts: bool = False  # with an evaluation: answers by class
     logs: bool = True  # with the failure of a task
     upload: Bytes | None = None  # of one round's result
@@ -213,7 +214,11 @@ def make_policy(values: Mapping[str, Any], where: str) -> Policy:
             raise ConfigError("FV1431", f"{where}: {name} = {given!r} must be a table: [{name}]")
         tables[name] = _read_table(given, kind, f"{where} [{name}]")
     policy = msgspec.convert(tables, Policy)
-    train = policy.train
+    send, train = policy.send, policy.train
+    if send.min_noise and send.updates == "single":
+        raise ConfigError(
+            "FV1431", f'{where} [send]: min_noise = {send.min_noise:g}: updates = "single" leave without noise'
+        )
     if train.hours and train.quiet_hours and not _has_other_minute(train.hours, train.quiet_hours):
         raise ConfigError(
             "FV1431", f'{where} [train]: hours = "{train.hours}": quiet_hours = "{train.quiet_hours}" leave no time'
@@ -255,7 +260,8 @@ def _has_other_minute(hours: Hours, quiet: Hours) -> bool:
 def describe_policy(policy: Policy) -> Iterator[str]:
     """Describe a policy for the device's owner in six lines, and a warning if hardly any method fits."""
     send, train = policy.send, policy.train
-    summed = f"updates inside sums of {max(3, send.min_cohort)} devices or more only"
+    noise = f", with noise of {send.min_noise:g} times their clip" if send.min_noise else ""
+    summed = f"updates inside sums of {max(3, send.min_cohort)} devices or more only{noise}"
     updates = {"none": "no update", "sum": summed, "single": "updates of single devices"}
     features = {
         "none": "no features",

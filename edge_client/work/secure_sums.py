@@ -129,6 +129,11 @@ class SecureSums:
             raise NotAllowed("FV1451", "its result has other tensors than the sum")
         if self._policy.updates == "sum" and self._identity is None:
             raise NotAllowed("FV1451", 'policy: updates = "sum" needs a device that has joined a deployment')
+        noise, least = invite.terms.noise, self._policy.min_noise
+        if invite.sum.kind == "train" and (multiplier := noise.multiplier if noise else 0.0) < least:
+            raise NotAllowed(
+                "FV1451", f"policy: min_noise = {least:g}, and the noise of this sum is {multiplier:g} times its clip"
+            )
         return payload
 
     def _make_part(self, attempt: Attempt) -> "DeviceSum":

@@ -66,6 +66,7 @@ def test_defaults_are_those_of_a_careful_owner() -> None:
         ("[send]\nmin_mask = 1.0", "min_mask = 1.0: "),
         ('[send]\nmax_bytes_per_day = "much"', "max_bytes_per_day = 'much': "),
         ("[send]\nupload = 0", "upload = 0: "),
+        ("[send]\nmin_noise = 0.5", 'min_noise = 0.5: updates = "single" leave without noise'),
         ("[train]\nmin_battery = 101", "min_battery = 101: "),
         ('[train]\nhours = "22-6"', "hours = '22-6': "),
         ('[train]\nhours = "22:00-06:00"\nquiet_hours = "21:00-07:00"', "leave no time"),
@@ -77,6 +78,13 @@ def test_wrong_policies_are_refused_in_one_line(text: str, named: str) -> None:
     with pytest.raises(ConfigError, check=has_code("FV1431", named)) as raised:
         read(text)
     assert "\n" not in str(raised.value)
+
+
+def test_noise_that_a_sum_must_have_is_told() -> None:
+    first, *_ = describe_policy(read('[send]\nupdates = "sum"\nmin_cohort = 7\nmin_noise = 0.5'))
+    assert first.startswith(
+        "may be sent: updates inside sums of 7 devices or more only, with noise of 0.5 times their clip;"
+    )
 
 
 def test_hours_that_overlap_quiet_ones_leave_time() -> None:

@@ -28,6 +28,7 @@ from fedvit.wire.messages import (
     SumInvite,
     SumKeys,
     SumMasked,
+    SumNoise,
     SumRefused,
     SumReveal,
     SumShares,
@@ -193,6 +194,20 @@ def test_device_refuses_what_its_policy_or_its_result_does_not_allow(world: Worl
     assert "no result of round 2" in world.server.expect(SumRefused).reason
     world.server.tell(SumInbox(SumId("run", 1, "train", 9), {}))
     assert "not known here" in world.server.expect(SumRefused).reason
+
+
+@pytest.mark.parametrize("multiplier", [None, 0.4])
+def test_device_refuses_a_sum_with_less_noise_than_its_owner_asks_for(
+    world: World, fedavg: Setting, multiplier: float | None
+) -> None:
+    world.device(policy=Policy(send=SendPolicy(min_noise=0.5)))
+    world.server.acknowledge(world.result(fedavg, program=_make_secure(fedavg)))
+    sum_id, terms = SumId("run", 1, "train", 1), Sum(world, fedavg).terms
+    little = SumNoise(1.0, multiplier) if multiplier else None
+    world.server.tell(SumInvite(sum_id, msgspec.structs.replace(terms, noise=little)))
+    assert f"is {multiplier or 0:g} times its clip" in world.server.expect(SumRefused).reason
+    world.server.tell(SumInvite(sum_id, msgspec.structs.replace(terms, noise=SumNoise(1.0, 0.5))))
+    assert world.server.expect(SumKeys).sum == sum_id
 
 
 def test_run_that_was_secure_stays_secure(world: World, fedavg: Setting) -> None:

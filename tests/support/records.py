@@ -104,8 +104,8 @@ def make_summed_run(folder: Path) -> Record:
 
 SUM_LINES = [
     "secure sums of updates, images, losses and right answers; revealed of a single device: none",
-    "updates of 10 to 12 devices in each of 2 sums; devices that left, by step: keys 0, shares 1, masked 1, reveal 2; "
-    "attempts that failed: 1",
+    "updates of 10 to 12 devices in each of 2 sums; devices that left, by step: keys 0, shares 1, masked 1, agree 0, "
+    "reveal 2; attempts that failed: 1",
 ]
 """Description of the sums of `make_summed_run` in every view."""
 

@@ -158,8 +158,9 @@ def test_report_and_show_describe_secure_sums(tmp_path: Path) -> None:
         assert shown.count(line) == 2
     document = msgspec.json.decode(encode_report(report))
     assert [entry["sum"]["left"] for entry in document["rounds"]] == [
-        {"keys": 0, "shares": 1, "masked": 1, "reveal": 0}, {"keys": 0, "shares": 0, "masked": 0, "reveal": 2},
-    ]  # fmt: skip
+        {"keys": 0, "shares": 1, "masked": 1, "agree": 0, "reveal": 0},
+        {"keys": 0, "shares": 0, "masked": 0, "agree": 0, "reveal": 2},
+    ]
     assert [entry.accepted for entry in report.run.rounds] == [12, 12]
     assert SUM not in {one.device for one in report.devices}
 

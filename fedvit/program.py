@@ -191,6 +191,7 @@ class Train(Struct, frozen=True, tag="train", kw_only=True):
     )
     groups: tuple[str, ...]  # the groups that this phase moves
     slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
+    slot_bits: Literal[8, 32] = 32  # with `update`: of a number of that state
     epochs: Times = 1
     steps: Times | None = None  # batches after which the phase ends, whatever `epochs` says
     repeats: Times = 1  # runs of the graph on each batch

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from edge_client.work.packed_slots import BLOCK, PackedSlot
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Train
 from fedvit.tensors import Array, Tensors, release_pages
@@ -200,7 +201,9 @@ class SummedSteps(Steps):
         length = max((place.stop for place, _ in self._places.values()), default=0)
         self._values = np.zeros(length, np.float32)
         self._grads = np.zeros(length, np.float32)
-        slots = {slot: np.zeros(length, np.float32) for slot in phase.slots}
+        self._packed = {slot: PackedSlot(slot, length) for slot in phase.slots if phase.slot_bits == 8}
+        sizes = {slot: PIECE_ELEMENTS if slot in self._packed else length for slot in phase.slots}
+        self._slots = {slot: np.zeros(size, np.float32) for slot, size in sizes.items()}  # packed ones: of one piece
         self._scalars["batch/share"] = np.zeros((), np.float32)
         self._loss = np.zeros((), np.float32)
         self._bound.write("metric/loss", self._loss)
@@ -212,7 +215,7 @@ class SummedSteps(Steps):
             self._bound.write(f"new/grad/{name}", grad)
         self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.trained_names})
         release_pages(values[name] for name in self.trained_names)
-        self._updates = [self._update_of(update, piece, slots) for piece in _pieces(length)]
+        self._updates = [(piece, self._update_of(update, piece)) for piece in _pieces(length)]
 
     @property
     def tensors(self) -> Tensors:
@@ -221,17 +224,29 @@ class SummedSteps(Steps):
     def _views(self, vector: Any) -> Tensors:
         return {name: vector[place].reshape(shape) for name, (place, shape) in self._places.items()}
 
-    def _update_of(self, update: Graph, piece: slice, slots: Mapping[str, Any]) -> Bound:
-        update.require({"value", "grad", *(f"slot/{slot}" for slot in slots), *self._scalars})
+    def _update_of(self, update: Graph, piece: slice) -> Bound:
+        update.require({"value", "grad", *(f"slot/{slot}" for slot in self._slots), *self._scalars})
         bound = Bound(update)
         for name, scalar in self._scalars.items():
             bound.read(name, scalar)
         bound.read("grad", self._grads[piece])
-        vectors = {"value": self._values, **{f"slot/{slot}": vector for slot, vector in slots.items()}}
+        vectors = {"value": self._values[piece]}
+        for slot, vector in self._slots.items():
+            vectors[f"slot/{slot}"] = vector[: piece.stop - piece.start] if slot in self._packed else vector[piece]
         for name, vector in vectors.items():
-            bound.read(name, vector[piece])
-            bound.write(f"new/{name}", vector[piece])
+            bound.read(name, vector)
+            bound.write(f"new/{name}", vector)
         return bound
+
+    def _update(self) -> None:
+        draw = np.random.default_rng(self.count)
+        for piece, update in self._updates:
+            whole = -(-(piece.stop - piece.start) // BLOCK) * BLOCK
+            for slot, packed in self._packed.items():
+                packed.unpack(piece.start, self._slots[slot][:whole])
+            update.run()
+            for slot, packed in self._packed.items():
+                packed.pack(piece.start, self._slots[slot][:whole], draw)
 
     def _step(self, feeds: Mapping[str, Array]) -> Stepped:
         size = self._run_size
@@ -255,8 +270,7 @@ class SummedSteps(Steps):
             norm = float(np.sqrt(np.dot(self._grads, self._grads)))
             if norm > self._phase.clip_norm:
                 self._grads *= self._phase.clip_norm / norm
-        for update in self._updates:
-            update.run()
+        self._update()
         return Stepped(loss, collected, runs)
 
 

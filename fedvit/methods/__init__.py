@@ -168,6 +168,10 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
         raise ConfigError(
             "FV1104", f"option momentum = {method.momentum} is for sgd, the optimizer is {method.optimizer!r}"
         )
+    if method.optimizer_bits != 32 and not method.one_gradient:
+        raise ConfigError(
+            "FV1104", f"option optimizer_bits = {method.optimizer_bits}: {name!r} makes whole steps, with 32 bits alone"
+        )
     return method
 
 

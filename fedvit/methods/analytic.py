@@ -68,7 +68,7 @@ class Analytic(Method):
     one_gradient: ClassVar[bool] = False
     why_one_class = "its sums are of features by class"
     is_probe: ClassVar[bool] = True
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "lambdas", "forget")
+    loop_options: ClassVar[tuple[str, ...]] = (*Method.loop_options, "lambdas", "forget")
 
     # times the mean of G's diagonal
     lambdas: Annotated[tuple[Lambda, ...], Meta(min_length=1)] = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)

@@ -331,7 +331,7 @@ class Method(Hyperparameters, ABC):
         """A training phase with the method's own epochs, rate and optimizer, unless `settings` say otherwise."""
         plain = {"graph": "train", "slots": self.optimizer_rule().slots, "epochs": self.epochs, "lr": self.lr}
         if self.one_gradient:
-            plain |= {"update": UPDATE, "clip_norm": self.clip_norm}
+            plain |= {"update": UPDATE, "clip_norm": self.clip_norm, "slot_bits": self.optimizer_bits}
         return Train(groups=groups, **{**plain, **settings})
 
     def phases(self, vit: PatchViT) -> tuple[Train, ...]:

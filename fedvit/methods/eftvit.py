@@ -45,7 +45,7 @@ class EFTViT(Method):
 
     source: ClassVar[str] = "EFTViT, arXiv:2412.00334"
     why_no_patches = "the features that it sends have one label each"
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "threshold", "sampler")
+    loop_options: ClassVar[tuple[str, ...]] = (*Method.loop_options, "threshold", "sampler")
 
     epochs: Annotated[int, Meta(ge=1)] = 5
     optimizer: Literal["sgd", "adamw"] = "adamw"

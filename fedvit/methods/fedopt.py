@@ -26,7 +26,14 @@ class FedOpt(FedAvg):
     """
 
     source: ClassVar[str] = "Reddi et al., ICLR 2021, arXiv:2003.00295; Hsu et al., arXiv:1909.06335"
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "server_optimizer", "server_lr", "beta1", "beta2", "tau")
+    loop_options: ClassVar[tuple[str, ...]] = (
+        *FedAvg.loop_options,
+        "server_optimizer",
+        "server_lr",
+        "beta1",
+        "beta2",
+        "tau",
+    )
 
     server_optimizer: Annotated[
         str, Meta(extra={"plugins": "server optimizer", "names": ["momentum", "adagrad", "yogi", "adam"]})

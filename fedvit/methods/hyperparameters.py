@@ -14,7 +14,7 @@ from fedvit.roles import Compute, Novel, Precision
 class Hyperparameters:
     """Options of the loop over a device's samples; methods add their own."""
 
-    loop_options: ClassVar[tuple[str, ...]] = ("epochs",)
+    loop_options: ClassVar[tuple[str, ...]] = ("epochs", "optimizer_bits")
     """Options on which no graph depends."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # passes over the device's images per round (papers: E)
@@ -26,6 +26,7 @@ class Hyperparameters:
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of patches that a training step drops, anew for each image
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of values that a training step drops, anew for each image
+    optimizer_bits: Literal[8, 32] = 32  # of a number that the optimizer remembers; 8 on devices with whole gradients
     recompute: bool = False  # on devices: less memory, a third more FLOPs
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes

@@ -34,6 +34,11 @@ from fleet.engines.trainer import TorchTrainer
 
 def check_engine_config(config: RunConfig) -> None:
     """Raises ConfigError for settings of late, lost or limited devices, which this engine does not simulate."""
+    for options in (config.options, *config.variants.values()):
+        if (bits := options.get("optimizer_bits", 32)) != 32:
+            raise ConfigError(
+                "FV2109", f"optimizer_bits = {bits!r} is a matter of devices' own memory: use engine = 'onnx'"
+            )
     network = {
         "mode": not config.asks_cohorts(),
         "rounds": config.rounds == 0,

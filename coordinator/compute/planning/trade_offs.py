@@ -59,6 +59,11 @@ def _frozen_precision(method: Method, vit: PatchViT) -> Values:
     return fewer_bits[method.sent_precision]
 
 
+def _optimizer_bits(method: Method, vit: PatchViT) -> Values:
+    """Measured on digits (docs/measurements.md): what it costs cannot be told from chance."""
+    return ((8, 0.99),) if method.one_gradient and method.optimizer_rule().slots and method.optimizer_bits > 8 else ()
+
+
 def _batch_size(method: Method, vit: PatchViT) -> Values:
     """Halve batches that are in memory at once. Not measured: 5 % for each halving."""
     return () if method.one_gradient else halves(method.batch_size, 0.95)
@@ -115,6 +120,7 @@ def halves(number: int, share: float) -> Values:
 TRADE_OFFS = (
     Rule(Method, "recompute", frozenset({"memory"}), _recompute),
     Rule(Method, "frozen_precision", frozenset({"memory"}), _frozen_precision),
+    Rule(Method, "optimizer_bits", frozenset({"memory"}), _optimizer_bits),
     Rule(Method, "batch_size", frozenset({"memory"}), _batch_size),
     Rule(Method, "epochs", frozenset({"flops", "time"}), _epochs),
     Rule(CAFF, "layers", frozenset({"memory", "flops", "time", "upload"}), _layers),

@@ -4,7 +4,7 @@ The model is a line: three tensors, of which one is a scalar, and a loss with a 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
+import edge_client.work.packed_slots
 import edge_client.work.steps
 from edge_client.work.steps import ALIGNED_ELEMENTS, Bound, Graph, SummedSteps, WholeSteps
 from export.trace import to_onnx, trace
@@ -138,15 +139,22 @@ def program(dtype: str = "float32", shapes: Mapping[str, tuple[int, ...]] = SHAP
     )  # fmt: skip
 
 
-def phase_of(rule: Optimizer, clip_norm: float | None = None) -> Train:
-    return Train(graph="train", update="update", clip_norm=clip_norm, groups=("model",), slots=rule.slots, lr=LR)
+def phase_of(rule: Optimizer, clip_norm: float | None = None, slot_bits: Literal[8, 32] = 32) -> Train:
+    settings = {"clip_norm": clip_norm, "slots": rule.slots, "slot_bits": slot_bits, "lr": LR}
+    return Train(graph="train", update="update", groups=("model",), **settings)  # type: ignore[arg-type]
 
 
-def make_steps(gradient: Graph, update: Graph, rule: Optimizer, clip_norm: float | None = None) -> SummedSteps:
+def make_steps(
+    gradient: Graph,
+    update: Graph,
+    rule: Optimizer,
+    clip_norm: float | None = None,
+    slot_bits: Literal[8, 32] = 32,
+) -> SummedSteps:
     values = start_values()
     for value in values.values():
         value.flags.writeable = False
-    return SummedSteps(gradient, program(), phase_of(rule, clip_norm), values, values, {}, update=update)
+    return SummedSteps(gradient, program(), phase_of(rule, clip_norm, slot_bits), values, values, {}, update=update)
 
 
 def in_torch(
@@ -243,6 +251,27 @@ def test_pieces_are_the_whole(
     assert [one.step(feeds, last=True).loss for feeds in fed] == [many.step(feeds, last=True).loss for feeds in fed]
     assert bits(many.tensors) == bits(one.tensors)
     assert_moved_alike(many.tensors, in_torch(rule, fed)[0])
+
+
+@pytest.mark.parametrize("rule", RULES[1:], ids=lambda rule: type(rule).__name__)
+def test_memory_in_8_bits_moves_tensors_nearly_as_in_32(
+    gradient: Graph, update_of: UpdateOf, rule: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of two blocks, and of all of them."""
+    for module in (edge_client.work.steps, edge_client.work.packed_slots):
+        monkeypatch.setattr(module, "BLOCK", 8)
+    exact, one = (make_steps(gradient, update_of(rule), rule, slot_bits=bits) for bits in (32, 8))
+    monkeypatch.setattr(edge_client.work.steps, "PIECE_ELEMENTS", 16)
+    many = make_steps(gradient, update_of(rule), rule, slot_bits=8)
+    for seed in range(40):
+        for steps in (exact, one, many):
+            steps.step(batch(seed=seed), last=True)
+    assert bits(many.tensors) == bits(one.tensors) != bits(exact.tensors)
+    start, end, near = (
+        np.concatenate([np.ravel(value) for value in tensors.values()])
+        for tensors in (start_values(), exact.tensors, one.tensors)
+    )
+    assert np.linalg.norm(near - end) < 0.05 * np.linalg.norm(end - start)
 
 
 @each_rule

@@ -352,6 +352,8 @@ def test_process_has_its_own_number_of_torch_threads_again(
         ({"mode": "buffered"}, "FV2109"),
         ({"late": "use"}, "FV2109"),
         ({"over_select": 0.5}, "FV2109"),
+        ({"options": {"optimizer_bits": 8}}, "FV2109"),
+        ({"variants": {"pi-*": {"optimizer_bits": 8}}}, "FV2109"),
         ({"accelerator": "cpu:2"}, "FV2110"),
         ({"budget": {"memory_budget": 200_000_000}}, "FV2109"),
     ],

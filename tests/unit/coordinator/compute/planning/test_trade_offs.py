@@ -1,9 +1,13 @@
 """Which options are reduced for a small device, and in which order of preference."""
 
+import pytest
+
 from coordinator.compute.planning.trade_offs import trade_offs
+from fedvit.errors import ConfigError
 from fedvit.methods import make_method
 from fedvit.methods.eftvit import EFTViT
 from fedvit.models import SMALL, build_vit
+from tests.support.codes import has_code
 from tests.support.quadratic import small
 
 
@@ -25,6 +29,19 @@ def test_frozen_precision_is_reduced_only_where_weights_are_never_moved() -> Non
     }
     assert "frozen_precision" not in options["fedbabu"]
     assert "frozen_precision" in options["fed_head"]
+
+
+def test_memory_of_an_optimizer_is_packed_where_it_has_one_and_devices_sum_gradients() -> None:
+    def find(name: str, **options: object) -> list[tuple[object, float]]:
+        method = make_method(name, options)
+        return [one for each in trade_offs(method, small(3)) if each.option == "optimizer_bits" for one in each.values]
+
+    assert find("fedavg", optimizer="adamw") == find("fedavg", momentum=0.9) == [(8, 0.99)]
+    assert not find("fedavg")
+    assert not find("fedavg", optimizer="adamw", optimizer_bits=8)
+    assert not find("apfl", optimizer="adamw")
+    with pytest.raises(ConfigError, check=has_code("FV1104", "'apfl' makes whole steps")):
+        make_method("apfl", {"optimizer_bits": 8})
 
 
 def test_ranks_halve_and_drawn_blocks_become_fewer_one_by_one() -> None:

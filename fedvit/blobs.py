@@ -6,6 +6,7 @@ with a final name is complete: bytes are verified, synced and renamed into place
 
 import contextlib
 import errno
+import functools
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -113,6 +114,14 @@ def _stamp(path: Path, digest: str) -> _Stamp | None:
     return _Stamp(digest, state.st_size, state.st_mtime_ns, state.st_ino)
 
 
+@functools.lru_cache(maxsize=1024)  # a round asks for the path of a blob 20 times, which takes longer than a stat
+def _find_path(folder: Path, digest: str) -> Path:
+    algorithm, _, name = digest.partition(":")
+    if algorithm != ALGORITHM or len(name) != 64 or not set(name) <= set("0123456789abcdef"):
+        raise BadPayload("FV2302", f"{digest!r} is not a {ALGORITHM} digest")
+    return folder / name[:2] / name
+
+
 class BlobStore:
     """A folder of blobs. Any number of processes may share it: writes are atomic and equal.
 
@@ -126,10 +135,7 @@ class BlobStore:
 
     def path(self, digest: str) -> Path:
         """The path of a blob, existing or not. Raises BadPayload for an invalid digest."""
-        algorithm, _, name = digest.partition(":")
-        if algorithm != ALGORITHM or len(name) != 64 or not set(name) <= set("0123456789abcdef"):
-            raise BadPayload("FV2302", f"{digest!r} is not a {ALGORITHM} digest")
-        return self.folder / name[:2] / name
+        return _find_path(self.folder, digest)
 
     def has(self, digest: str) -> bool:
         return self.path(digest).is_file()

@@ -22,6 +22,8 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 FILE_BYTES = 10_000_000
 OLD_FILES = 5
 """A log file that grows beyond FILE_BYTES is renamed to NAME.1, that one to NAME.2, and so on."""
+_LONGEST_LINE_BYTES = 100_000
+"""Longer lines may exceed FILE_BYTES."""
 
 
 FORMAT_VARIABLE = "FEDVIT_LOG_FORMAT"
@@ -111,6 +113,18 @@ def _short(value: object) -> str:
     return text if text.isprintable() and text and " " not in text else repr(text)
 
 
+class _LogFile(RotatingFileHandler):
+    """A log file that is replaced before a line that does not fit.
+
+    The base class formats each line twice, to know its length; this one only the lines near the end of a file.
+    """
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        if self.stream and os.fstat(self.stream.fileno()).st_size + _LONGEST_LINE_BYTES < self.maxBytes:
+            return False
+        return bool(super().shouldRollover(record))
+
+
 def configure_logging(
     *,
     level: int = logging.INFO,
@@ -128,7 +142,7 @@ def configure_logging(
     handlers: list[logging.Handler] = [logging.StreamHandler()] if stderr else []
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES))
+        handlers.append(_LogFile(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES))
     for handler in handlers:
         handler.setFormatter(JsonFormatter(fields) if as_json() else KeyValueFormatter())
         root.addHandler(handler)
@@ -148,7 +162,7 @@ def log_fields(fields: Fields) -> Iterator[None]:
 def thread_log(file: Path, fields: Mapping[str, object] | None = None) -> Iterator[None]:
     """Write log lines of the calling thread also to `file` within the block; in JSON they have the fields."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
+    handler = _LogFile(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES)
     handler.setFormatter(JsonFormatter() if as_json() else KeyValueFormatter())
     of_thread = dict(fields or {})
     mine = threading.get_ident()

@@ -294,7 +294,7 @@ def check_tensors(
         raise BadPayload("FV2308", f"{what}: {len(extra)} tensors were not asked for, the first is {extra[0]!r}")
     for name, (shape, dtype) in expected.items():
         array = tensors[name]
-        if str(array.dtype) != dtype:
+        if array.dtype != dtype:
             raise BadPayload("FV2308", f"{what}: {name!r} has dtype {array.dtype}, expected {dtype}")
         fits = len(array.shape) == len(shape) and all(
             want is None or got == want for got, want in zip(array.shape, shape, strict=True)
@@ -307,7 +307,7 @@ def check_tensors(
 def check_finite(tensors: Mapping[str, Array], what: str) -> None:
     """Raises BadPayload, naming the tensor, when a floating one holds a NaN or an infinity."""
     for name, array in tensors.items():
-        if np.issubdtype(array.dtype, np.floating) and (bad := _not_finite(array)):
+        if array.dtype.kind == "f" and (bad := _not_finite(array)):
             raise BadPayload("FV2308", f"{what}: {name!r} holds {bad} values that are NaN or infinite")
 
 

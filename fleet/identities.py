@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from edge_client.link.identity import Identity, host_and_port
-from edge_client.link.join import join
 from edge_client.storage.state import identity_folder
 from fedvit.errors import ConfigError, LinkDown
 from fedvit.hints import command
@@ -40,6 +39,8 @@ def join_devices(
             f"there is no token for {missing[0]}, which has not joined ({len(missing)} of {len(devices)} devices): "
             "make them with `coordinator enroll device --count 200 --no-wait`",
         )
+    from edge_client.link.join import join  # cryptography takes 7 MB, which a host without a deployment saves
+
     host, port = host_and_port(broker) if broker else (None, None)
 
     def let_join(name: str) -> Identity:

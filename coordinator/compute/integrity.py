@@ -49,10 +49,8 @@ class VerifiedBlobs(BlobStore):
         path = self.path(digest)
         if anew:
             self._verified.forget(path)
-        if not path.is_file():
-            return False
         whole = self._verified.is_whole(path, digest)
-        if not whole:
+        if not whole and path.is_file():
             self._found.put(digest)
         return whole
 

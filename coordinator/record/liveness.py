@@ -20,8 +20,11 @@ class _Written(Struct):
 
 
 def is_stale(at: str) -> bool:
-    """Return whether a file that a coordinator writes all the time has a date (ISO 8601, UTC) that is too old."""
-    return datetime.now(UTC) - datetime.fromisoformat(at) > timedelta(seconds=STALE_S)
+    """Return whether a coordinator that writes a file all the time has stopped, by the file's date (ISO 8601, UTC).
+
+    A date in the future is from before the clock was set back.
+    """
+    return abs(datetime.now(UTC) - datetime.fromisoformat(at)) > timedelta(seconds=STALE_S)
 
 
 def current_status(store: Record, record: RunRecord) -> RunStatus:

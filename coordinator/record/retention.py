@@ -66,13 +66,13 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
     with name_failure(f"run folder {folder} cannot be used", ConfigError, "FV1701"):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    while not _try_lock(handle, fcntl.LOCK_EX):
+        if _try_lock(handle, fcntl.LOCK_SH):
+            continue  # it is not taken: `is_served` looks at it
         earlier = os.pread(handle, 32, 0)
         os.close(handle)
         if not (earlier.isdigit() and 0 < int(earlier) < term):
-            raise ConfigError("FV1617", taken) from None
+            raise ConfigError("FV1617", taken)
         (folder / name).unlink(missing_ok=True)
         return _lock(folder, name, taken, term)
     os.ftruncate(handle, 0)
@@ -82,14 +82,28 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
 
 
 def is_served(folder: Path) -> bool:
-    """Return whether a coordinator serves the run of a folder now."""
-    if not (folder / LOCK).is_file():
-        return False
+    """Return whether a coordinator serves the run of a folder now.
+
+    Looks share the lock, and `_lock` waits for their end: they disturb nobody.
+    """
     try:
-        os.close(lock_run(folder, folder.name))
-    except ConfigError:
+        handle = os.open(folder / LOCK, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # of another user, whose processes are not known
         return True
-    return False
+    try:
+        return not _try_lock(handle, fcntl.LOCK_SH)
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def oldest_kept(newest: int, keep_rounds: int | None, since: int) -> int | None:

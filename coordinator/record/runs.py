@@ -4,6 +4,7 @@ from typing import Any
 
 from sqlalchemy import and_, case, delete, func, not_, select, tuple_, update
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import IntegrityError
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
@@ -34,20 +35,22 @@ class RecordedRuns:
         self._database = database
 
     def create(self, run: str, config: dict[str, Any], broker: dict[str, Any] | None = None) -> None:
-        """Add a run that begins now."""
-        with self._database.transaction() as connection:
-            insert(connection, RUNS, [RunRecord(run, now(), "waiting", config, broker=broker or {})])
+        """Add a run that begins now. Raises ConfigError if it exists."""
+        self._add(RunRecord(run, now(), "waiting", config, broker=broker or {}))
 
     def submit(
         self, run: str, config: dict[str, Any], *, priority: int | None = None, starts_at: str | None = None
     ) -> None:
-        """Add a run to the queue of a service."""
+        """Add a run to the queue of a service. Raises ConfigError if it exists."""
         at = now()
-        record = RunRecord(
-            run, at, "queued", config, submitted_at=at, priority=priority or None, starts_at=starts_at
-        )  # fmt: skip
+        self._add(RunRecord(run, at, "queued", config, submitted_at=at, priority=priority or None, starts_at=starts_at))
+
+    def _add(self, record: RunRecord) -> None:
         with self._database.transaction() as connection:
-            insert(connection, RUNS, [record])
+            try:
+                insert(connection, RUNS, [record])
+            except IntegrityError:  # another process added the name after this one had looked for it
+                raise make_exists_error(record.id) from None
 
     def read_submitted(self) -> list[RunRecord]:
         """Return a service's runs that have not ended: first those that have begun, then the queue.
@@ -156,6 +159,11 @@ class RecordedRuns:
             seal(connection, ROUNDS, old)
             _delete_details(connection, run, before, opened_at)
             _update(connection, run, thinned=before)
+
+
+def make_exists_error(run: str) -> ConfigError:
+    """Make the error of a new run whose name is taken."""
+    return ConfigError("FV1613", f"run {run!r} exists already; resume it with --resume {run}, or choose another --run")
 
 
 def _update(connection: Connection, run: str, **values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from coordinator.config import RunConfig
 from coordinator.record.record import Record
+from coordinator.record.runs import make_exists_error
 from coordinator.record.scores import find_start
 from coordinator.views.trackers.following import check_writers
 from fedvit.errors import ConfigError
@@ -10,9 +11,7 @@ from fedvit.errors import ConfigError
 def check_new(store: Record | None, run: str) -> None:
     """Raise ConfigError if the run exists."""
     if store and run in {record.id for record in store.runs.read_all()}:
-        raise ConfigError(
-            "FV1613", f"run {run!r} exists already; resume it with --resume {run}, or choose another --run"
-        )
+        raise make_exists_error(run)
 
 
 def check_trackers(config: RunConfig, where: str) -> None:

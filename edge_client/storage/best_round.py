@@ -32,17 +32,20 @@ def keep_best(vault: Vault, run: str, best: int) -> None:
 
     Raises StorageFailed.
     """
-    kept, found = best_task(vault, run), find_test(vault, run, best)
+    found = find_test(vault, run, best)
     if found is None:
         with name_failure(f"cannot delete {_file(vault, run)}"):
             _file(vault, run).unlink(missing_ok=True)
-    elif found != kept:
+    elif found != best_task(vault, run):
         write_note(_file(vault, run), found)
 
 
 def find_test(vault: Vault, run: str, number: int) -> TaskNote | None:
-    """Return the device's test of a round if it is the newest task, or is kept as the best; None if it is neither."""
-    for read in (partial(best_task, vault), vault.notes.find_newest):
+    """Return the device's test of a round if it is the newest task, or is kept as the best; None if it is neither.
+
+    Round 0 stands for no round: the run has no best one yet.
+    """
+    for read in (partial(best_task, vault), vault.notes.find_newest) if number else ():
         with contextlib.suppress(Damaged):
             note = read(run)
             if note and (note.kind, note.round) == ("evaluate", number):

@@ -1,6 +1,7 @@
 """The disk budget of a device: how much its state may take. It is checked before a task's files are written."""
 
 import logging
+from collections.abc import Callable
 
 from edge_client.storage.features import FeatureFolder
 from edge_client.storage.models import DeviceModels
@@ -39,13 +40,13 @@ class DiskBudget:
         self._models = models
         self._features = features
 
-    def make_room(self, run: str, new_bytes: int) -> None:
+    def make_room(self, run: str, count_bytes: Callable[[], int]) -> None:
         """Make sure that a run may write so many bytes more: features are removed for it, then vaults of finished runs,
         the oldest first.
 
-        Raises OverBudget if they do not fit.
+        `count_bytes` looks at many files, and is called only if there is a limit. Raises OverBudget if they do not fit.
         """
-        if self.limit_bytes is None or new_bytes <= 0:
+        if self.limit_bytes is None or (new_bytes := count_bytes()) <= 0:
             return
         if self._features and self.used_bytes() + new_bytes > self.limit_bytes and self._features.remove_all():
             log.info("features of frozen layers removed", extra={"for_run": run, "limit_bytes": self.limit_bytes})

@@ -1,6 +1,7 @@
 """The files of one round in the vault: tensors, encrypted or not, the result, and their checksums."""
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -95,6 +96,7 @@ class RoundFiles:
         return [file] if tensors and not self.is_whole(file) else []
 
 
+@functools.lru_cache(maxsize=1024)  # a task asks for it 17 times
 def find_run_folder(vault: Path, run: str) -> Path:
     """Return the folder of a run in a vault. Raises BadPayload for an invalid name: it comes from the network."""
     try:

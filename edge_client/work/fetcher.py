@@ -86,8 +86,10 @@ class BlobFetcher:
         if unknown := [digest for digest in digests if digest not in manifests]:
             raise BadPayload("FV2303", f"the task names blob {unknown[0]} but does not describe it")
         rebuilt = [chain.target.digest for chain in execution.delta_chains]
-        new_bytes = sum(manifests[digest].size - blobs.bytes_here(digest) for digest in {*digests, *rebuilt})
-        self._storage.disk.make_room(execution.task.run, new_bytes)
+        self._storage.disk.make_room(
+            execution.task.run,
+            lambda: sum(manifests[digest].size - blobs.bytes_here(digest) for digest in {*digests, *rebuilt}),
+        )
         of_task = TaskName.of(execution.task, self._link.identity.device)
         execution.missing = set(digests)
         self._count(execution, digests)

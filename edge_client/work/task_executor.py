@@ -45,7 +45,7 @@ from fedvit.program import Program, Role
 from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_evaluation_payload, make_training_payload
 from fedvit.task_names import TaskName, describe_attempt
-from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces
+from fedvit.tensors import Tensors, check_finite, delta, pack_in_pieces, total_bytes
 from fedvit.wire.messages import MAX_CLASS_COUNTS, Cancel, Extended, Manifest, Progress, Result, ResultAck, Task
 from profiles.probes.host import usable_cores
 
@@ -254,7 +254,7 @@ class TaskExecutor:
             policy=self._policy,
         )
         compared = self._runtime.compare(test, watch, challenge)
-        storage.disk.make_room(task.run, sum(map(len, compared.files.values())))
+        storage.disk.make_room(task.run, lambda: sum(map(len, compared.files.values())))
         use = self.measure_use(execution, guarded, compared.flops)
         if execution.stop.is_set():
             raise Stopped("FV1422", "the task was stopped")
@@ -286,9 +286,7 @@ class TaskExecutor:
             return self._commit_for_sum(execution, program, upload, guarded, flops=flops)
         residual = storage.vault.residual(task.run)
         tensors, new_residual = encode_upload(program, upload.deltas, upload.collected, residual.tensors)
-        written = (tensors, upload.local, new_residual, residual.tensors)
-        written_bytes = sum(value.nbytes for part in written for value in part.values())
-        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run, task.best))
+        self._make_room(task, tensors, upload.local, new_residual, residual.tensors)
         manifest = storage.blobs.put(*pack_in_pieces(tensors)) if tensors else None
         if manifest:
             storage.integrity.check([manifest.digest])  # checked here, not in the event loop that sends it
@@ -307,14 +305,19 @@ class TaskExecutor:
         task, storage = execution.task, self.storage
         loss = upload.metrics.get("loss", 0.0)
         payload = make_training_payload(upload.deltas, upload.samples, loss, measures_largest=program.is_sum_coded)
-        written_bytes = sum(value.nbytes for part in (payload, upload.local) for value in part.values())
-        storage.disk.make_room(task.run, written_bytes - storage.vault.count_replaced_bytes(task.run, task.best))
+        self._make_room(task, payload, upload.local)
         result = self.make_result(task, 0, {}, self.measure_use(execution, guarded, flops))
         if execution.stop.is_set():
             raise Stopped("FV1422", "the task was stopped")
         storage.sums.keep_payload(task.run, task.round, task.kind, payload)
         storage.vault.commit(result, upload.local, best=task.best)
         return result
+
+    def _make_room(self, task: Task, *written: Tensors) -> None:
+        vault = self.storage.vault
+        self.storage.disk.make_room(
+            task.run, lambda: sum(map(total_bytes, written)) - vault.count_replaced_bytes(task.run, task.best)
+        )
 
     def make_result(
         self, task: Task, samples: int, metrics: dict[str, float], use: ResourceUse, upload: Manifest | None = None

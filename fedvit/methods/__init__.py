@@ -5,6 +5,7 @@ An installed package adds its own by entry points (docs/plugins.md).
 
 import typing
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -160,7 +161,7 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
     """The method `name` with some hyperparameters set. Raises ConfigError naming what is unknown or out of range."""
     kind, options = method_class(name), dict(options or {})
     check_options(name, options, [option.name for option in fields(kind)])
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = _read_hints(kind)
     for option, value in options.items():
         check_option(name, option, value, hints[option])
     method = msgspec.convert(options, kind)
@@ -173,6 +174,11 @@ def make_method(name: str, options: dict[str, Any] | None = None) -> Method:
             "FV1104", f"option optimizer_bits = {method.optimizer_bits}: {name!r} makes whole steps, with 32 bits alone"
         )
     return method
+
+
+@lru_cache(maxsize=64)  # a server makes the method of each device in each round
+def _read_hints(kind: type[Method]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def build_model(

@@ -2,15 +2,15 @@
 
 import contextlib
 import socket
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from coordinator.record.liveness import is_stale
+
 FILE = "service.json"
-STALE_S = 10.0
-"""A running service writes far more often."""
 
 
 class MemberStatus(Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class ServiceStatus(Struct, frozen=True, kw_only=True):
 
     def is_stale(self) -> bool:
         """Return whether the service has ended, or hangs."""
-        return datetime.now(UTC) - datetime.fromisoformat(self.at) > timedelta(seconds=STALE_S)
+        return is_stale(self.at)
 
 
 def write_service_status(out: Path, status: ServiceStatus) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ from tests.support.runs import Stage, assert_moved_by
 pytestmark = pytest.mark.usefixtures("known")
 
 DIGEST = "blake3:" + "5" * 64
+LOOKING = """
+import sys
+from pathlib import Path
+from coordinator.record.retention import is_served
+print(flush=True)
+while True:
+    is_served(Path(sys.argv[1]))
+"""
 
 
 def play_run(store: Record, run: str, rounds: int, results: dict[tuple[int, str], int], **config: Any) -> None:
@@ -241,6 +251,20 @@ def test_gc_leaves_a_run_that_is_served(out: Path) -> None:
     assert said("gc", "--keep-runs", 0, "--runs", out)
     assert "third" in listed(out)
     os.close(held)
+
+
+def test_looks_at_a_run_disturb_neither_its_coordinator_nor_each_other(tmp_path: Path) -> None:
+    """A process looks all the time, as `gc`, `cancel` and the dashboard do."""
+    os.close(lock_run(tmp_path, "r"))
+    with subprocess.Popen([sys.executable, "-c", LOOKING, tmp_path], stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        try:
+            other.stdout.readline()
+            for _ in range(3000):
+                assert not is_served(tmp_path)
+                os.close(lock_run(tmp_path, "r"))
+        finally:
+            other.kill()
 
 
 def test_run_is_taken_from_a_former_leader_and_from_nobody_else(tmp_path: Path) -> None:

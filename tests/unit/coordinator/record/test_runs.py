@@ -1,11 +1,14 @@
 """The repository of runs."""
 
+from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 import pytest
 
 from coordinator.record.record import Record
-from fedvit.errors import ConfigError, StorageFailed
+from fedvit.errors import ConfigError
+from tests.support.codes import has_code
 from tests.support.records import CONFIG, DIGEST, reopen
 
 
@@ -40,5 +43,15 @@ def test_an_unknown_run_is_named(store: Record) -> None:
 
 
 def test_a_run_cannot_be_made_twice(store: Record) -> None:
-    with pytest.raises(StorageFailed):
-        store.runs.create("r", {})
+    """Nor by two processes that have both found its name unused; the second writes nothing."""
+
+    def add_noted(add: Callable[[str, dict[str, Any]], None]) -> None:
+        with store.database.together():
+            store.audit.add("submit", "r")
+            add("r", {})
+
+    for add in (store.runs.create, store.runs.submit):
+        with pytest.raises(ConfigError, check=has_code("FV1613", "'r' exists already")):
+            add_noted(add)
+    assert store.audit.read() == []
+    assert store.runs.read("r").config == CONFIG

@@ -266,9 +266,9 @@ def test_features_make_room_before_any_run(tmp_path: Path) -> None:
     file.write_bytes(bytes(10**6))
     disk.limit_bytes = disk.used_bytes() + 10**6
     assert disk.find_feature_room() == 10**6, "half of what the others leave"
-    disk.make_room("run", 10**6)
+    disk.make_room("run", lambda: 10**6)
     assert file.exists()
-    disk.make_room("run", 10**6 + 1)
+    disk.make_room("run", lambda: 10**6 + 1)
     assert not file.exists()
     assert vault.notes.list_runs() == ["older"]
 

@@ -125,6 +125,7 @@ class RecordJournal(Journal):
         unneeded = list(state.blobs.prunable(needed, PARTIAL_KEPT_S))  # now, before devices send new ones
         self._store.database.check_leads()  # none of them is of a later leader, whenever they are removed
         state.blobs.forget_all_but(needed)
+        state.tasks.keep_offers(needed)  # a late request for what was removed would look like a damaged file
         if parts.objects:
             parts.objects.prune(needed)
         freed = parts.inbox.in_background(partial(state.blobs.delete, unneeded))

@@ -10,7 +10,7 @@ import enum
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -258,6 +258,11 @@ class Tasks:
         for digest in offered:
             self._receivers.setdefault(digest, set()).add(task.device)
         self._offered[task.device] = offered
+
+    def keep_offers(self, needed: Collection[str]) -> None:
+        """Devices may no longer request other blobs, which are removed."""
+        for device, offered in self._offered.items():
+            self._offered[device] = offered.intersection(needed)
 
     def may_read(self, device: str, digest: str) -> bool:
         return digest in self._offered.get(device, ())

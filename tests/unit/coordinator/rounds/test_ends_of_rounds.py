@@ -11,7 +11,7 @@ import pytest
 from coordinator.rounds import deadlines
 from coordinator.rounds import uploads as results
 from coordinator.rounds.status import read_status
-from fedvit.blobs import digest_of
+from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
@@ -334,6 +334,25 @@ def test_request_for_the_same_bytes_again_holds_no_round(
         end_in(stage, holder, 0.5)
         stage.drive(asks)
     is_given_up(stage, holder, first)
+
+
+def test_nobody_may_request_what_a_closed_round_has_removed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a late request looks like a damaged file, and a few of them end the run."""
+    delete, removed, still_offered = BlobStore.delete, list[Path](), list[Path]()
+
+    def look(files: list[tuple[Path, int]]) -> int:
+        assert stage.coordinator is not None
+        state = stage.coordinator.state
+        removed.extend(file for file, _ in files)
+        still_offered.extend({file for file, _ in files} & set(map(state.blobs.path, state.tasks.offered("a"))))
+        return delete(files)
+
+    monkeypatch.setattr(BlobStore, "delete", staticmethod(look))
+    stage.fake("a")
+    stage.start(devices=1, rounds=2, evaluate_every=9)
+    assert stage.finish() == "finished"
+    assert removed
+    assert still_offered == []
 
 
 def test_what_is_waited_for_is_in_a_file(stage: Stage) -> None:

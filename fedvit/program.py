@@ -186,9 +186,7 @@ class Train(Struct, frozen=True, tag="train", kw_only=True):
 
     graph: str
     update: str | None = None
-    clip_norm: Annotated[float, Meta(gt=0.0)] | None = (
-        None  # with `update`: gradients are scaled down to this norm, all tensors together
-    )
+    clip_norm: Annotated[float, Meta(gt=0.0)] | None = None  # with `update`: of the gradients of all tensors together
     groups: tuple[str, ...]  # the groups that this phase moves
     slots: tuple[str, ...] = ()  # optimizer state kept per trained tensor
     slot_bits: Literal[8, 32] = 32  # with `update`: of a number of that state

@@ -96,7 +96,7 @@ class DeviceSum:
 
     def answer_peers(self, peers: SumPeers) -> SumShares:
         """Check the neighbours, and return shares of both secrets for each of them."""
-        self._pin("peers", peers)
+        self.attempt = replace_step(self.attempt, "peers", peers)
         self._check_peers(peers)
         self._keep(self.attempt)
         attempt, sealed = self.attempt, {}
@@ -113,7 +113,7 @@ class DeviceSum:
         """Check and remember the neighbours with which this device will have masks in common."""
         if self.attempt.peers is None:
             raise NotAllowed("FV1451", "a step of the sum is missing")
-        self._pin("inbox", inbox)
+        self.attempt = replace_step(self.attempt, "inbox", inbox)
         self._unseal_shares(inbox)
         self._check_hidden(len(inbox.sealed), "have sent shares")
         self._keep(self.attempt)
@@ -147,7 +147,7 @@ class DeviceSum:
         """Check and sign the list of the devices in the sum. The device reveals shares for this list only."""
         survived, _ = self._read_survivors(survivors)
         self._check_hidden(len(survived) - 1, "are in the sum")
-        self._pin("survivors", survivors)
+        self.attempt = replace_step(self.attempt, "survivors", survivors)
         self._keep(self.attempt)
         signed, credentials = describe_survivors(survivors.survived, self._binding), self._credentials
         return SumSigned(survivors.sum, credentials.sign(signed) if credentials else b"")
@@ -163,7 +163,7 @@ class DeviceSum:
             raise NotAllowed("FV1451", "a step of the sum is missing")
         survived, dropped = self._read_survivors(survivors)
         self._check_signatures(ask, survivors, survived)
-        self._pin("ask", ask)
+        self.attempt = replace_step(self.attempt, "ask", ask)
         self._keep(self.attempt)
         opened, own = self._unseal_shares(inbox), self._holders.index(self._device)
         needed = count_needed_holders(len(self._holders))
@@ -178,10 +178,6 @@ class DeviceSum:
         return len(self.attempt.peers.roster) if self.attempt.peers else 0
 
     # --- checks ---------------------------------------------------------------------------------------
-
-    def _pin(self, step: str, message: SumPeers | SumInbox | SumSurvivors | SumAsk) -> None:
-        """Remember a step's message. Raises NotAllowed if it had another one."""
-        self.attempt = replace_step(self.attempt, step, message)
 
     def _check_peers(self, peers: SumPeers) -> None:
         invite = self.attempt.invite

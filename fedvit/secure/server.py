@@ -5,7 +5,7 @@ each. A sum that too few devices complete fails with a reason, and then nothing 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 
 from msgspec import Struct
@@ -181,7 +181,7 @@ class SumServer:
         state = self.state
         match state.step:
             case "keys":
-                self._drop_strangers()
+                _drop_strangers(state, self.refused)
                 self._check_left(state.keys, "have sent keys")
                 self._find_neighbours()
                 self.waiting = set(state.keys)
@@ -192,12 +192,12 @@ class SumServer:
                 self._check_left(state.masked, "have sent their numbers")
                 self.waiting = set(state.masked)
             case "agree":
-                self._check_left(self._list_agreed(), "have agreed on who is in it")
+                self._check_left(_list_agreed(state, self._neighbours), "have agreed on who is in it")
                 self._begin_reveal()
             case "reveal":
                 if self._unrevealed:
                     missing = min(self._unrevealed)
-                    raise EmptyCohort("FV1521", f"too few shares of {missing} were revealed{self._describe_left()}")
+                    raise EmptyCohort("FV1521", f"too few shares of {missing} were revealed{_describe_left(self)}")
         state.step = STEPS[min(STEPS.index(state.step) + 1, len(STEPS) - 1)]
 
     def unmask(self) -> Vector:
@@ -233,27 +233,10 @@ class SumServer:
         self._roster = {device: answer.keys.nonce for device, answer in sorted(self.state.keys.items())}
         self._neighbours = find_neighbours(self._roster, self.state.terms.neighbours)
 
-    def _drop_strangers(self) -> None:
-        """Go on with the deployment that most devices belong to: nobody may end a sum by naming another one."""
-        state = self.state
-        [(most, _)] = Counter(answer.authority for answer in state.keys.values()).most_common(1) or [(b"", 0)]
-        for device in [device for device, answer in state.keys.items() if answer.authority != most]:
-            self.refused[device] = "it belongs to another deployment"
-            del state.keys[device]
-
     @cached_property
     def _survivors(self) -> bytes:
         """The list of the devices whose masked numbers are here, once the step is over."""
         return pack_devices(self._roster, self.state.masked)
-
-    def _list_agreed(self) -> list[str]:
-        """Devices that have signed the list, as have enough holders of their shares: these will reveal."""
-        signed, holders = self.state.signed, {device: self._holders(device) for device in self.state.signed}
-        return [
-            device
-            for device, others in holders.items()
-            if sum(other in signed for other in others) >= count_needed_holders(len(others))
-        ]
 
     def _list_dropped(self) -> list[str]:
         """Devices that have masks in common with others, and did not send their numbers."""
@@ -266,14 +249,14 @@ class SumServer:
         """Raise EmptyCohort if too few devices are left, or too few neighbours of one to reveal its secrets."""
         left = set(devices)
         if len(left) < LEAST_DEVICES:
-            raise EmptyCohort("FV1521", f"{len(left)} of {LEAST_DEVICES} devices {what}{self._describe_left()}")
+            raise EmptyCohort("FV1521", f"{len(left)} of {LEAST_DEVICES} devices {what}{_describe_left(self)}")
         if not self._neighbours:
             return
         reserve, device = find_least_reserve(self._neighbours, left, self.state.shares)
         if reserve < 0:
             neighbours = self._neighbours[device]
             count = f"{len(left.intersection(neighbours))} of {len(neighbours)}"
-            raise EmptyCohort("FV1521", f"only {count} neighbours of {device} {what}{self._describe_left()}")
+            raise EmptyCohort("FV1521", f"only {count} neighbours of {device} {what}{_describe_left(self)}")
 
     def _lacks_reserve(self, step: str) -> bool:
         """Return whether another attempt would be safer than this one, whose `step` is closed.
@@ -289,14 +272,9 @@ class SumServer:
         reserve, _ = find_least_reserve(self._neighbours, self.waiting, self.state.shares)
         return reserve < (again / 2 if step == "shares" else again / 3)
 
-    def _describe_left(self) -> str:
-        left = [f"{device}: {reason}" for device, reason in sorted(self.refused.items())]
-        left += [f"{device}: no answer" for device in sorted(self.waiting)]
-        return f" ({'; '.join(left[:5])}{'; ...' if len(left) > 5 else ''})" if left else ""
-
     def _begin_reveal(self) -> None:
         """Count the shares that are needed: of each device in the sum, and of those that others have masks with."""
-        self.waiting = set(self._list_agreed())
+        self.waiting = set(_list_agreed(self.state, self._neighbours))
         dropped = [device for device in self._list_dropped() if self._survived.intersection(self._neighbours[device])]
         self._unrevealed = {
             device: count_needed_holders(len(self._holders(device))) for device in (*self.state.masked, *dropped)
@@ -314,3 +292,28 @@ class SumServer:
             return join_shares(dict(list(shares.items())[:needed]))
         except BadPayload as error:
             raise EmptyCohort("FV1521", f"{device}: {error}") from error
+
+
+def _drop_strangers(state: SumState, refused: dict[str, str]) -> None:
+    """Go on with the deployment that most devices belong to: nobody may end a sum by naming another one."""
+    authorities = Counter(answer.authority for answer in state.keys.values())
+    [(most, _)] = authorities.most_common(1) or [(b"", 0)]
+    for device in [device for device, answer in state.keys.items() if answer.authority != most]:
+        refused[device] = "it belongs to another deployment"
+        del state.keys[device]
+
+
+def _list_agreed(state: SumState, neighbours: Mapping[str, Collection[str]]) -> list[str]:
+    """Devices that have signed the list, as have enough holders of their shares: these will reveal."""
+    agreed = []
+    for device in state.signed:
+        holders = {device, *neighbours[device]}
+        if len(holders & state.signed.keys()) >= count_needed_holders(len(holders)):
+            agreed.append(device)
+    return agreed
+
+
+def _describe_left(server: SumServer) -> str:
+    left = [f"{device}: {reason}" for device, reason in sorted(server.refused.items())]
+    left += [f"{device}: no answer" for device in sorted(server.waiting)]
+    return f" ({'; '.join(left[:5])}{'; ...' if len(left) > 5 else ''})" if left else ""

@@ -6,6 +6,7 @@ A run that is being served holds a lock in its folder; only its own process remo
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -67,8 +68,10 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
     while not _try_lock(handle, fcntl.LOCK_EX):
-        if _try_lock(handle, fcntl.LOCK_SH):
-            continue  # it is not taken: `is_served` looks at it
+        if _try_lock(handle, fcntl.LOCK_SH):  # it is not taken: `is_served` looks at it, or another process begins, too
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            time.sleep(0.001)
+            continue
         earlier = os.pread(handle, 32, 0)
         os.close(handle)
         if not (earlier.isdigit() and 0 < int(earlier) < term):

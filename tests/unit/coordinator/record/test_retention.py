@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fedvit.wire.messages import Manifest, Result
 from tests.support.codes import has_code
 from tests.support.records import add_result
 from tests.support.runs import Stage, assert_moved_by
+from tests.support.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("known")
 
@@ -265,6 +268,22 @@ def test_looks_at_a_run_disturb_neither_its_coordinator_nor_each_other(tmp_path:
                 os.close(lock_run(tmp_path, "r"))
         finally:
             other.kill()
+
+
+def test_one_of_those_that_begin_at_once_gets_the_run(tmp_path: Path) -> None:
+    begin = threading.Barrier(5)
+
+    def try_lock(_: int) -> int | None:
+        begin.wait(WAIT_S)
+        try:
+            return lock_run(tmp_path / "r", "r")
+        except ConfigError:
+            return None
+
+    for _ in range(20):
+        with ThreadPoolExecutor(5) as threads:
+            [taken] = [handle for handle in threads.map(try_lock, range(5)) if handle is not None]
+        os.close(taken)
 
 
 def test_run_is_taken_from_a_former_leader_and_from_nobody_else(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the status file of a service says about the process that writes it."""
+"""The status file of a service, and what it says about the process that writes it."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

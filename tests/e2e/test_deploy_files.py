@@ -117,9 +117,9 @@ def test_containers_join_and_resume_their_run(stage: Stage) -> None:
     ports = [str(claim_port()) for _ in range(2)]
 
     def read_command(service: str, **paths: str) -> list[str]:
-        words = read_compose(service)
-        for path, here in paths.items():
-            words = [re.sub(rf"/{path}\b", here, word) for word in words]
+        # at once: a path that was put in may have such a folder itself
+        mounted = re.compile(rf"/({'|'.join(paths)})\b")
+        words = [mounted.sub(lambda found: paths[found[1]], word) for word in read_compose(service)]
         # every port and name is this machine's
         where = f"--host localhost --listen 127.0.0.1 --port {ports[0]} --enrolment-port {ports[1]}"
         return [

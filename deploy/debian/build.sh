@@ -44,7 +44,8 @@ edge() {
   local to=$work/edge-$1-$2 packages
   packages=$to/opt/fedvit/lib/python$2/site-packages
   mkdir -p "$to"/{DEBIAN,etc/fedvit,usr/bin,usr/lib/systemd/system,srv/fedvit/images,opt/fedvit/bin} "$packages"
-  "${python%/*}/uv" pip install --quiet --target "$packages" --python-version "$2" --python-platform "$machine-manylinux_2_28" \
+  # copies: a file with a link in the cache changes while another process links it, and tar gives up
+  "${python%/*}/uv" pip install --quiet --link-mode copy --target "$packages" --python-version "$2" --python-platform "$machine-manylinux_2_28" \
     --only-binary :all: --no-compile-bytecode -c "$root/constraints.txt" "$wheel" prometheus-client zeroconf
   rm -rf "$packages"/{bin,.lock} "$packages"/fleet "$packages"/coordinator
   # half of all files, for tools of onnxruntime that devices do not use

@@ -26,7 +26,7 @@ class Hyperparameters:
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     mask: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of patches that a training step drops, anew for each image
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # share of values that a training step drops, anew for each image
-    optimizer_bits: Literal[8, 32] = 32  # of a number that the optimizer remembers; 8 on devices with whole gradients
+    optimizer_bits: Literal[8, 32] = 32  # on devices: of each number that the optimizer remembers
     recompute: bool = False  # on devices: less memory, a third more FLOPs
     frozen_precision: Precision = (
         "fp32"  # of tensors that a device does not train: saves half or three quarters of their bytes

@@ -66,6 +66,8 @@ lint: install
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+	@$(BIN)/python -c "from coordinator.compute.planning.method_entry import read_stored_entries; \
+	  read_stored_entries() or exit('files of methods or models were changed since the last: make methods')"
 
 # what CI runs
 check: lint test test-slow wheel docs

@@ -50,7 +50,7 @@ class FedALA(FedAvg):
     one_gradient: ClassVar[bool] = False
 
     mix_epochs: Annotated[int, Meta(ge=1)] = 1  # of the shares, before those of the model
-    mix_lr: Annotated[float, Meta(gt=0)] = 1.0  # of the shares (paper: eta)
+    mix_lr: Annotated[float, Meta(gt=0)] = 1.0  # of the shares (paper: eta), no schedule
 
     def extra_tensors(self, vit: PatchViT) -> dict[str, Tensor]:
         heads = {name: vit.tensors()[name] for name in HEAD_TENSORS}
@@ -71,8 +71,7 @@ class FedALA(FedAvg):
     ) -> StepResult:
         if phase.graph != MIX:
             return super().local_step(calculus, vit, phase, updated, fixed, inputs)
-        tensors, lr = {**fixed, **updated}, inputs.lr
-        assert lr is not None  # a whole step has one
+        tensors = {**fixed, **updated}
         shares = {f"{SHARE}{name}": tensors[f"{SHARE}{name}"] for name in HEAD_TENSORS}
 
         def mix(shares: Named) -> dict[str, Tensor]:
@@ -82,7 +81,7 @@ class FedALA(FedAvg):
         grads, value = calculus.gradients(
             lambda shares: self.objective(vit, phase, {**tensors, **mix(shares)}, inputs), shares
         )
-        shares = {name: (share - lr * grads[name]).clamp(0, 1) for name, share in shares.items()}
+        shares = {name: (share - self.mix_lr * grads[name]).clamp(0, 1) for name, share in shares.items()}
         return StepResult(value.loss, {**shares, **mix(shares)}, value.collected)
 
     def mix_phase(self) -> Train:

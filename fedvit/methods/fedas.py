@@ -56,7 +56,7 @@ class FedAS(Method):
     why_one_class = "its prototypes are means of features by class"
 
     align_epochs: Annotated[int, Meta(ge=1)] = 1  # of the alignment
-    align_lr: Annotated[float, Meta(gt=0)] = 0.01  # of the alignment, by plain SGD
+    align_lr: Annotated[float, Meta(gt=0)] = 0.01  # of the alignment, by plain SGD, no schedule
 
     @property
     def reads_text(self) -> bool:
@@ -97,9 +97,7 @@ class FedAS(Method):
         if phase.graph != ALIGN:
             return super().local_step(calculus, vit, phase, updated, fixed, inputs)
         grads, value = calculus.gradients(lambda at: self.objective(vit, phase, {**fixed, **at}, inputs), updated)
-        lr = inputs.lr
-        assert lr is not None  # a whole step has one
-        return StepResult(value.loss, {name: at - lr * grads[name] for name, at in updated.items()}, {})
+        return StepResult(value.loss, {name: at - self.align_lr * grads[name] for name, at in updated.items()}, {})
 
     def measure(
         self, calculus: Calculus, vit: PatchViT, phase: Train, updated: Named, fixed: Named, inputs: StepInputs

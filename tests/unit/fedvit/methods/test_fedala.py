@@ -27,8 +27,8 @@ def find_loss(vit: PatchViT, inputs: Inputs, head: Inputs) -> Tensor:
 
 def test_shares_descend_within_zero_and_one_and_mix_the_head(vit: PatchViT) -> None:
     """Three steps: shares begin at ones, some of them are clipped, and the head follows from the newest ones."""
-    method = make_method("fedala")
-    inputs = make_inputs(method, vit, ETA, MIX)
+    method = make_method("fedala", {"mix_lr": ETA})
+    inputs = make_inputs(method, vit, 0.1 * ETA, MIX)  # late in a schedule
     last = {name: inputs[f"tensor/{LAST}{name}"] for name in HEAD_TENSORS}
     shared = {name: inputs[f"anchor/{name}"] for name in HEAD_TENSORS}
     shares = {name: torch.ones_like(value) for name, value in last.items()}

@@ -17,8 +17,8 @@ LR = 0.1
 
 
 def test_the_body_is_aligned_with_the_own_prototypes_that_there_are(vit: PatchViT) -> None:
-    method = make_method("fedas", {"momentum": 0.9})  # of the training alone
-    inputs = make_inputs(method, vit, LR, ALIGN)
+    method = make_method("fedas", {"align_lr": LR, "momentum": 0.9})  # momentum is of the training alone
+    inputs = make_inputs(method, vit, 0.1 * LR, ALIGN)  # late in a schedule
     inputs[f"tensor/{OWN_PROTOTYPES}"][:, -1] = torch.tensor([1.0, 0.0, 1.0])
     leaves = make_leaves(inputs, method.names_in(vit, "body"))
     head = {name: inputs[f"tensor/{name}"] for name in ("head.weight", "head.bias")}
@@ -45,7 +45,7 @@ def test_a_device_without_prototypes_keeps_the_body_as_it_came(vit: PatchViT) ->
 
 
 def test_alignment_brings_features_to_the_prototypes(vit: PatchViT) -> None:
-    method, apart = make_method("fedas"), []
+    method, apart = make_method("fedas", {"align_lr": LR}), []
     inputs = make_inputs(method, vit, LR, ALIGN)
     inputs[f"tensor/{OWN_PROTOTYPES}"][:, -1] = 1
     for _ in range(30):

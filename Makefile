@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler python-apt nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -32,7 +32,7 @@ demo: install
 test: install mosquitto postgresql prometheus chromium compiler
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow"
 
-test-slow: install mosquitto postgresql prometheus chromium compiler
+test-slow: install mosquitto postgresql prometheus chromium compiler python-apt
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
 
 # the contracts of one method, also of an installed package: make test-method METHOD=NAME
@@ -57,7 +57,7 @@ test-mixed: install mosquitto
 	@FEDVIT_OTHER=$(CURDIR)/build/mixed/$(FROM)/env/bin $(BIN)/python -m pytest -q -n 2 tests/mixed/checks.py
 
 # which lines the tests reach, also in programs that they start: a table, and pages in build/coverage/html
-coverage: install mosquitto postgresql prometheus chromium compiler
+coverage: install mosquitto postgresql prometheus chromium compiler python-apt
 	@rm -rf build/coverage && mkdir -p build/coverage
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term --cov-report=html $(TESTS)
 
@@ -137,6 +137,13 @@ compiler:
 	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	    echo "installing g++"; $(APT_INSTALL) --no-install-recommends g++; \
 	  else echo "the tests need g++: sudo apt-get install g++ (or brew install gcc)" >&2; exit 1; fi; }
+
+# with it Ansible installs packages
+python-apt:
+	@/usr/bin/python3 -c "import apt" 2> /dev/null || { \
+	  if command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	    echo "installing python3-apt"; $(APT_INSTALL) --no-install-recommends python3-apt; \
+	  else echo "the tests need python3-apt: sudo apt-get install python3-apt" >&2; exit 1; fi; }
 
 # and for a board's processor
 cross-compiler:

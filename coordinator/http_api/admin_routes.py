@@ -113,7 +113,7 @@ async def verify_audit(site: Site, of: Annotated[Part, Query()] = "runs", expect
 @routes.add("GET", "/backups", "admin")
 async def list_backups(site: Site) -> list[BackupLine]:
     """List the backups, the oldest first."""
-    return [describe(made) for made in site.find_backups().list_all()]
+    return [describe(made) for made in await asyncio.to_thread(site.find_backups().list_all)]
 
 
 @routes.add("POST", "/backups", "admin")

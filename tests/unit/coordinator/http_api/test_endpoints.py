@@ -1,7 +1,9 @@
 """The answers of the endpoints: the same as the commands, by the same functions."""
 
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,7 @@ from coordinator.security.registry import Certificate
 from tests.support.http_api import Api, serve_api
 from tests.support.models import BETTER, FIRST, WORSE, compare_on
 from tests.support.records import RUN, begin_run, write_status
+from tests.support.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -177,6 +180,19 @@ def test_backups_are_made_and_listed(api: Api) -> None:
     assert made["runs"] == [RUN]
     assert [entry["name"] for entry in api.get("/backups")] == [made["name"]]
     assert [entry["act"] for entry in api.get("/audit")] == ["backup"]
+
+
+def test_slow_disk_of_backups_holds_up_no_other_request(api: Api, tmp_path: Path) -> None:
+    slow = tmp_path / "backups/slow.json"
+    slow.parent.mkdir()
+    os.mkfifo(slow)
+    with ThreadPoolExecutor() as pool:
+        listed = pool.submit(api.ask, "GET", "/backups")
+        try:
+            with slow.open("w"):  # it is being read from here on
+                assert pool.submit(api.get, "/me").result(WAIT_S)["role"] == "admin"
+        finally:
+            assert listed.result(WAIT_S).json()["code"] == "FV1632"
 
 
 def test_clean_up_is_that_of_the_command(api: Api, tmp_path: Path) -> None:

@@ -147,6 +147,7 @@ class TestGrid:
             ("rounds = 2", "rouns = 2", "FV1002"),
             ("rounds = 2", "rounds = 0", "FV2107"),
             ("rounds = 2", "", "FV2107"),
+            ("devices = 3", "devices = 1\nattacks = 1", "FV2107"),
             ("seeds = [0]", "seeds = [1, 1]", "FV2107"),
             ("[model]", "[model]\nnmae = 1", "FV1002"),
             ("width = 32", "widht = 32", "FV1105"),

@@ -7,7 +7,7 @@ from coordinator.operations.documents import BegunRun, ChangedRun, DeviceLabels,
 from coordinator.record.liveness import current_status
 from coordinator.record.opening import newest_run
 from coordinator.record.record import Record
-from coordinator.record.retention import Removal, RetentionPolicy, collect, remove_runs
+from coordinator.record.retention import SERVICE_LOCK, Removal, RetentionPolicy, collect, is_served, remove_runs
 from coordinator.record.tables import DeviceLog, RunRecord
 from coordinator.rounds.service.labelling import set_labels
 from coordinator.rounds.service.run_requests import RunAct, change_run, release
@@ -33,12 +33,17 @@ NEWEST = "~newest"
 def clean_up(
     store: Record, folder: Path, policy: RetentionPolicy, report: Callable[[str], None] = lambda line: None
 ) -> list[Removal]:
-    """Remove runs and details beyond a policy, and unreferenced files; compact the record if it has shrunk."""
+    """Remove runs and details beyond a policy, and unreferenced files; compact the record if it has shrunk.
+
+    The record of runs that are served stays as large, since they could not write meanwhile; it uses the space again.
+    """
     removed = list(collect(store, folder, policy, report=report))
     if removed and not policy.dry_run:
         names = sorted({entry.run or "" for entry in removed if entry.what == "run"})
         store.audit.add("gc", str(folder), f"{len(removed)} removals; runs: {', '.join(names) or 'none'}")
-    if any(entry.what in ("run", "details") for entry in removed) and not policy.dry_run:
+    has_shrunk = any(entry.what in ("run", "details") for entry in removed) and not policy.dry_run
+    served = is_served(folder, SERVICE_LOCK) or any(is_served(folder / run.id) for run in store.runs.read_all())
+    if has_shrunk and not served:
         store.database.compact()
     return removed
 

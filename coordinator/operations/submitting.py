@@ -37,7 +37,8 @@ def submit(folder: Path, asked: Submission, *, places: bool = True) -> Submitted
     """Check a run and put it into the queue of the folder's service.
 
     Names, values and the run to start from are checked; the service builds the model when the run begins. Without
-    `places` the configuration may name no file or address that this machine would use. Raises ConfigError.
+    `places` the configuration may name no file or address that this machine would use, and remove no runs. Raises
+    ConfigError.
     """
     values, where = asked.values, asked.where
     if "broker" in values:
@@ -45,8 +46,10 @@ def submit(folder: Path, asked: Submission, *, places: bool = True) -> Submitted
             "FV1023", f"{where}: [broker] is for `coordinator start` and `serve`; this run uses its service's broker"
         )
     config = make_config(values, where).run
-    if not places and (place := _find_place(config)):
-        raise ConfigError("FV1812", f"{where}: {place} names a place of the server, which needs a token of an admin")
+    if not places and (key := _find_reserved(config)):
+        raise ConfigError(
+            "FV1812", f"{where}: {key} names a place of the server, or removes runs: that needs a token of an admin"
+        )
     check_settings(config, where)
     check_trackers(config, where)
     check_blobs(config.blobs, where)
@@ -87,9 +90,10 @@ def parse_time(text: str) -> str:
     return at.isoformat(timespec="milliseconds")
 
 
-def _find_place(config: RunConfig) -> str | None:
-    """Return the key that names a file or an address that this machine would read or write; None if there is none."""
+def _find_reserved(config: RunConfig) -> str | None:
+    """Return the key that names a file or an address of this machine, or removes runs; None if there is none."""
     keys = {
+        "keep_runs": config.keep_runs is not None,
         "pretrained": isinstance(config.pretrained, str),
         "server_data": config.server_data is not None,
         "blobs.url": urlsplit(config.blobs.url or "").scheme == "file",

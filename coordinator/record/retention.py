@@ -84,13 +84,13 @@ def _lock(folder: Path, name: str, taken: str, term: int = 0) -> int:
     return handle
 
 
-def is_served(folder: Path) -> bool:
-    """Return whether a coordinator serves the run of a folder now.
+def is_served(folder: Path, lock: str = LOCK) -> bool:
+    """Return whether a coordinator serves the run of a folder now; with SERVICE_LOCK, all runs in it.
 
     Looks share the lock, and `_lock` waits for their end: they disturb nobody.
     """
     try:
-        handle = os.open(folder / LOCK, os.O_RDONLY)
+        handle = os.open(folder / lock, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError:  # of another user, whose processes are not known
@@ -240,12 +240,7 @@ def collect(
     directories = sorted(folder.iterdir())
     known = {record.id for record in store.runs.read_all()}  # read now: a run may have begun, and ended, since
     for directory in directories:
-        if (
-            directory.name in known
-            or not (directory / LOCK).is_file()
-            or not (directory / BLOBS).is_dir()
-            or is_served(directory)
-        ):
+        if directory.name in known or not _is_of_run(directory) or is_served(directory):
             continue
         removal = Removal(
             what="folder", run=None, path=str(directory), bytes=folder_bytes(directory),
@@ -264,6 +259,13 @@ def collect(
             except StorageFailed as error:
                 report(_explain_kept(record.id, error))
     yield from _copies(folder, dry_run)
+
+
+def _is_of_run(directory: Path) -> bool:
+    try:
+        return (directory / LOCK).is_file() and (directory / BLOBS).is_dir()
+    except PermissionError:  # of another user, such as lost+found
+        return False
 
 
 def _copies(folder: Path, dry_run: bool) -> Iterator[Removal]:

@@ -38,6 +38,7 @@ class ApiUser(NamedTuple):
 
     name: str
     role: UserRole
+    token_digest: str | None = None  # None: recognised without a token
 
     def may(self, least: UserRole) -> bool:
         """Return whether the role includes another one.
@@ -122,11 +123,11 @@ class ApiTokens:
         for token in self.list_all():
             if hmac.compare_digest(token.digest, digest):
                 found = token
-        return ApiUser(found.name, found.role) if found and not found.is_expired() else None
+        return ApiUser(found.name, found.role, found.digest) if found and not found.is_expired() else None
 
-    def has(self, name: str) -> bool:
-        """Return whether a token of this name is valid now."""
-        return any(token.name == name and not token.is_expired() for token in self.list_all())
+    def has(self, digest: str) -> bool:
+        """Return whether the token with this digest is valid now; another one may have its name since."""
+        return any(token.digest == digest and not token.is_expired() for token in self.list_all())
 
     @contextmanager
     def _change(self) -> Iterator[list[ApiToken]]:

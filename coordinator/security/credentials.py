@@ -57,7 +57,7 @@ class ApiCredentials:
 
     def are_valid(self, identity: ApiUser) -> bool:
         """Return whether somebody who was recognised before still would be: a token may be removed."""
-        return identity in (PERSON, READER) or self.tokens.has(identity.name)
+        return identity.token_digest is None or self.tokens.has(identity.token_digest)
 
     async def check(self, secret: str, address: str, way: Way) -> ApiUser | None:
         """Return who has a secret; None, after a delay, if it is wrong. Only attempts of the same address wait for each

@@ -1,7 +1,10 @@
-"""What a memory card does to files: a bit is another one, and neither size nor date tell."""
+"""What a memory card does to files: a bit is another one, and neither size nor date tell; and forbidden folders."""
 
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 
 def flip(path: Path, place: float = 0.5, mask: int = 0x10, *, keep_date: bool = True) -> None:
@@ -17,3 +20,15 @@ def flip(path: Path, place: float = 0.5, mask: int = 0x10, *, keep_date: bool = 
         os.close(handle)
     if keep_date:
         os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+def forbid_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let nobody look into folders of this name, as if they were of another user; root, too, whose test it may be."""
+    stat = os.stat
+
+    def refuse(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
+        if not isinstance(path, int) and Path(os.fsdecode(path)).parent.name == name:
+            raise PermissionError(13, "Permission denied", path)
+        return stat(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)

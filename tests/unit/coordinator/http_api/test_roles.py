@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.record.record import open_record
-from coordinator.security.api_tokens import ROLES, UserRole
+from coordinator.security.api_tokens import ROLES, ApiTokens, UserRole
+from coordinator.security.credentials import ApiCredentials
 from tests.support.http_api import Api, serve_api
 from tests.support.records import RUN, begin_run
 
@@ -119,16 +120,32 @@ def test_tokens_are_refused_once_they_are_removed_or_have_expired(tmp_path: Path
         assert (tmp_path / "runs" / "api-tokens.json").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.parametrize("name", ["ci", "dashboard"])
+def test_sessions_end_with_their_token_also_if_another_gets_its_name(name: str, tmp_path: Path) -> None:
+    credentials = ApiCredentials(ApiTokens(tmp_path), "a password of eight")
+    user, person = (
+        credentials.find(secret, "form") for secret in (credentials.tokens.add(name, "admin"), "a password of eight")
+    )
+    assert user
+    assert person
+    assert credentials.are_valid(user)
+    credentials.tokens.remove(name)
+    credentials.tokens.add(name, "admin")
+    assert not credentials.are_valid(user)
+    assert credentials.are_valid(person)
+
+
 def test_password_of_the_dashboard_is_no_token(api: Api) -> None:
     answer = api.client.get("/api/v1/me", headers={"authorization": "Bearer a password of eight"})
     assert answer.status_code == 401
 
 
-def test_only_an_admin_may_name_places_of_the_server(api: Api) -> None:
+def test_only_an_admin_may_name_places_of_the_server_or_remove_runs(api: Api) -> None:
     places: list[dict[str, Any]] = [
         {"alerts": {"webhook": "http://127.0.0.1/"}},
         {"blobs": {"url": "file:///tmp/x", "mirror": True}},
         {"method": "feddf", "server_data": "/no/such/folder"},
+        {"keep_runs": 0},
     ]
     for config in places:
         refused = api.ask("POST", "/runs", "operator", json={"config": config})

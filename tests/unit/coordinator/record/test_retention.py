@@ -2,11 +2,13 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from coordinator.cli import cli
 from coordinator.record.record import Record, open_record
-from coordinator.record.retention import LOCK, is_served, lock_run, oldest_kept
+from coordinator.record.retention import LOCK, is_served, lock_run, lock_service, oldest_kept
 from coordinator.record.tables import RefusalRecord, SavedState, TaskRecord
 from coordinator.run_view import read_run
 from fedvit.errors import ConfigError
@@ -26,6 +28,7 @@ from fedvit.resources import ResourceUse
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import Manifest, Result
 from tests.support.codes import has_code
+from tests.support.damage import forbid_folder
 from tests.support.records import add_result
 from tests.support.runs import Stage, assert_moved_by
 from tests.support.waiting import WAIT_S
@@ -254,6 +257,36 @@ def test_gc_leaves_a_run_that_is_served(out: Path) -> None:
     assert said("gc", "--keep-runs", 0, "--runs", out)
     assert "third" in listed(out)
     os.close(held)
+
+
+@pytest.mark.parametrize("served", ["run", "service"])
+def test_gc_compacts_the_record_once_nobody_serves_it(tmp_path: Path, served: str) -> None:
+    """Meanwhile a coordinator could not write."""
+
+    def count_unused() -> int:
+        with closing(sqlite3.connect(tmp_path / "fedvit.db")) as record:
+            return int(record.execute("PRAGMA freelist_count").fetchone()[0])
+
+    with open_record(tmp_path) as store:
+        store.runs.create("open", {"method": "fedavg", "rounds": 1})
+    held = lock_service(tmp_path) if served == "service" else lock_run(tmp_path / "open", "open")
+    for is_held in (True, False):
+        with open_record(tmp_path) as store:
+            store.runs.create(f"large-{is_held}", {"method": "fedavg", "rounds": 1, "note": "x" * 100_000})
+            store.runs.update(f"large-{is_held}", status="finished")
+        assert said("gc", "--keep-runs", 0, "--runs", tmp_path)
+        assert (count_unused() > 0) == is_held
+        if is_held:
+            os.close(held)
+
+
+def test_gc_leaves_a_folder_of_another_user(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests may run as root, who may look into each folder."""
+    (out / "lost+found").mkdir()
+    (out / "lost" / "blobs").mkdir(parents=True)
+    (out / "lost" / LOCK).touch()
+    forbid_folder(monkeypatch, "lost+found")
+    assert [entry["path"] for entry in said("gc", "--runs", out)] == [str(out / "lost")]
 
 
 def test_looks_at_a_run_disturb_neither_its_coordinator_nor_each_other(tmp_path: Path) -> None:

@@ -243,7 +243,12 @@ class Database:
             with self.transaction() as connection:
                 raw: Any = connection.connection.driver_connection
                 with closing(sqlite3.connect(file)) as copy:
-                    raw.backup(copy)
+                    try:
+                        raw.backup(copy)
+                    except sqlite3.Error as error:
+                        raise convert_error(
+                            error, f"cannot copy {self.file} to {file}", self.make_damaged_error
+                        ) from error
         else:
             with closing(Database(f"sqlite:///{file}")) as copied:
                 copied.fill_from(self)

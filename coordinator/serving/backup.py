@@ -14,7 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ from coordinator.record.database import ADDRESS_FILE, DATABASE_FILE
 from coordinator.record.opening import has_record, open_existing_record
 from coordinator.record.record import Record, open_record
 from coordinator.record.retention import BLOBS, LOCK, SERVICE_LOCK, is_served
+from coordinator.record.sqlite_errors import convert_error
 from coordinator.serving.restored_runs import adapt_runs, move_record
 from fedvit.blobs import ALGORITHM, BlobStore, digest_of_file
 from fedvit.errors import BadPayload, ConfigError, Damaged, StorageFailed
@@ -145,7 +146,7 @@ class BackupFolder:
 
         Raises StorageFailed if something cannot be read or written, or runs remove files faster than they are copied.
         """
-        with self._hold():
+        with self._hold(), name_failure(f"cannot write a backup to {self.folder}"):
             return self._make(runs, deployment, report)
 
     def _make(self, runs: Path | None, deployment: Path | None, report: Report) -> Backup:
@@ -156,10 +157,9 @@ class BackupFolder:
             files |= self._keep_files(deployment, DEPLOYMENT)
         if runs:
             files |= self._keep_runs(runs, mirrors, report)
-        while (self.folder / f"{(now := datetime.now(UTC)).strftime(_NAME)}.json").exists():
-            time.sleep(0.1)  # a name is a second, and another backup has this one
+        now = datetime.now(UTC)
         backup = Backup(
-            name=now.strftime(_NAME),
+            name=self._choose_name(now),
             made_at=now.isoformat(timespec="seconds"),
             software=version("fedvit"),
             files=dict(sorted(files.items())),
@@ -172,6 +172,13 @@ class BackupFolder:
             sync_folder(folder)
         atomic_write(self.folder / f"{backup.name}.json", msgspec.json.encode(backup), private=True)
         return backup
+
+    def _choose_name(self, now: datetime) -> str:
+        """Return a name after those of all backups: the newest is the last one, also if the clock went back."""
+        for file in self.folder.glob("*.json"):
+            with suppress(ValueError):
+                now = max(now, datetime.strptime(file.stem, _NAME).replace(tzinfo=UTC) + timedelta(seconds=1))
+        return now.strftime(_NAME)
 
     def keep_newest(self, count: int) -> list[str]:
         """Remove all backups but the newest, and what only they have; return the names of those that were removed."""
@@ -193,7 +200,7 @@ class BackupFolder:
         with hold_lock(self.folder / LOCK):  # a blob of an unfinished backup is in no list yet
             with name_failure(f"cannot use folder {self.folder}"):
                 for rest in self.folder.glob(f"{WRITING}*"):
-                    rest.unlink()
+                    shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
             yield
 
     def _keep_runs(self, folder: Path, mirrors: dict[str, str | None], report: Report) -> dict[str, BackedUpFile]:
@@ -202,7 +209,7 @@ class BackupFolder:
         lacking: dict[str, str] = {}
         for attempt in range(1, ATTEMPTS + 1):
             files = self._keep_files(folder, RUNS)
-            with TemporaryDirectory(prefix="fedvit-") as place:
+            with self._make_room() as place:
                 copy = Path(place) / DATABASE_FILE
                 with open_existing_record(folder) as live:
                     live.database.back_up(copy)
@@ -252,15 +259,22 @@ class BackupFolder:
                 self._keep(BlobStore(folder / run / BLOBS).path(digest), digest)
         return self.blobs.has(digest)
 
+    def _make_room(self) -> "TemporaryDirectory[str]":
+        """Make a folder for a copy of a database, on the disk of the backups."""
+        return TemporaryDirectory(prefix=WRITING, dir=self.folder)
+
     def _keep_database(self, path: Path) -> BackedUpFile:
-        """Keep a database of SQLite as it is between two transactions."""
-        with TemporaryDirectory(prefix="fedvit-") as place:
+        """Keep a database of SQLite as it is between two transactions. Raises StorageFailed."""
+        with self._make_room() as place:
             copy = Path(place) / path.name
             with (
                 closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as live,
                 closing(sqlite3.connect(copy)) as new,
             ):
-                live.backup(new)
+                try:
+                    live.backup(new)
+                except sqlite3.Error as error:
+                    raise convert_error(error, f"cannot copy {path} to {self.folder}", None) from error
             return self._keep(copy)
 
     def _keep(self, path: Path, expected: str | None = None) -> BackedUpFile:
@@ -351,7 +365,11 @@ class BackupFolder:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder that a backup has."""
     for path in sorted(folder.iterdir()):
-        is_run = (path / BLOBS).is_dir()  # a run may have any name, also "run"
+        try:
+            is_run = (path / BLOBS).is_dir()  # a run may have any name, also "run"
+        except PermissionError:
+            log.warning("a folder of another user is not in the backup", extra={"path": str(path)})
+            continue
         if (path.name in _SKIPPED and not is_run) or path.name.startswith(WRITING) or path.is_symlink():
             continue
         if path.is_dir():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from coordinator.record.record import Record
 from coordinator.record.retention import RetentionPolicy, collect
-from fedvit.errors import FedvitError
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +47,9 @@ class RegularWork:
     def _run(self) -> None:
         try:
             line = self._work(self._stop)
-        except (FedvitError, OSError) as error:  # it is tried again when it is due
-            log.warning("regular work failed", extra={"work": self._name, "reason": str(error)})
-            line = str(error)
+        except Exception as error:  # the service goes on, and tries again when it is due
+            log.warning("regular work failed", extra={"work": self._name, "reason": str(error)}, exc_info=error)
+            line = str(error) or type(error).__name__
         if line:
             self._operator_log(f"{self._name}: {line}")
 

@@ -1,7 +1,9 @@
 """Backups keep every file once, restore what they kept to the last byte, and refuse what would lose something."""
 
+import re
 import shutil
 import sqlite3
+import tempfile
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -15,8 +17,10 @@ from coordinator.record.tables import SavedState
 from coordinator.serving import backup as backup_module
 from coordinator.serving.backup import BackedUpFile, BackupFolder
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.errors import ConfigError, Damaged, StorageFailed
+from fedvit.errors import ConfigError, Damaged, DiskFull, StorageFailed
+from fedvit.files import WRITING
 from tests.support.codes import has_code
+from tests.support.damage import forbid_folder
 from tests.support.deployments import make_deployment
 from tests.support.postgresql import Postgresql
 from tests.support.records import add_result, make_result
@@ -142,6 +146,53 @@ def test_backups_of_one_second_are_both_kept(runs: Path, tmp_path: Path) -> None
     backups, deployment = BackupFolder(tmp_path / "backups"), make_deployment(tmp_path / "deployment")
     names = [backups.make(runs, None).name, backups.make(None, deployment.folder).name]
     assert [backup.name for backup in backups.list_all()] == names
+
+
+def test_newest_backup_is_the_last_one_also_if_the_clock_went_back(runs: Path, tmp_path: Path) -> None:
+    backups = BackupFolder(tmp_path / "backups")
+    for name in ("20970101T000000Z", "20980101T000000Z", "mine"):
+        make(backups, runs, name)
+    made = backups.make(runs, None)
+    assert made.name == "20980101T000001Z"
+    assert made.made_at < "2097"
+    assert backups.keep_newest(2) == ["20970101T000000Z", "20980101T000000Z"]
+
+
+def test_full_disk_of_backups_is_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the record that finds no room. Nothing is left of the attempt, nor of one that was killed."""
+    copy = shutil.copyfileobj
+
+    def refuse(source: Any, target: Any, size: int) -> None:
+        if source.name.endswith("fedvit.db"):
+            raise OSError(28, "No space left on device")
+        copy(source, target, size)
+
+    backups = BackupFolder(tmp_path / "backups")
+    (backups.folder / f"{WRITING}killed").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "copyfileobj", refuse)
+    with pytest.raises(DiskFull, match=re.escape(str(backups.folder))):
+        backups.make(runs, None)
+    assert [*backups.folder.glob(f"{WRITING}*")] == [*backups.folder.glob("*.json")] == []
+
+
+def test_copies_need_no_other_disk(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = make_deployment(tmp_path / "deployment")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not-there"))
+    made = BackupFolder(tmp_path / "backups").make(runs, deployment.folder)
+    assert {"runs/fedvit.db", "deployment/registry.db"} <= made.files.keys()
+
+
+def test_damaged_registry_is_named(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path / "deployment")
+    (deployment.folder / "registry.db").write_bytes(b"no database" * 1000)
+    with pytest.raises(StorageFailed, match=r"registry\.db"):
+        BackupFolder(tmp_path / "backups").make(None, deployment.folder)
+
+
+def test_folder_of_another_user_is_left_out(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (runs / "lost+found").mkdir()
+    forbid_folder(monkeypatch, "lost+found")
+    assert "runs/r/model.safetensors" in BackupFolder(tmp_path / "backups").make(runs, None).files
 
 
 @pytest.mark.parametrize("name", ["run", "broker", "notes", "lock"])

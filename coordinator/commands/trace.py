@@ -64,10 +64,14 @@ def parse_selection(text: str) -> tuple[str, int, str | None, str | None, int | 
     ('first', 3, 'pi-1', 'train', None)
     """
     run, number, device, kind, attempt = (*text.split("."), *[""] * 5)[:5]
-    valid = is_name(run) and number.isdecimal() and (not device or is_name(device)) and kind in ("", *KINDS)
-    if not valid or text.count(".") > 4 or (attempt and not attempt.isdecimal()):
+    valid = is_name(run) and _is_number(number) and (not device or is_name(device)) and kind in ("", *KINDS)
+    if not valid or text.count(".") > 4 or (attempt and not _is_number(attempt)):
         raise ConfigError("FV1629", f"{text!r}: expected RUN.ROUND or RUN.ROUND.DEVICE.KIND.ATTEMPT, as in logs")
     return run, int(number), device or None, kind or None, int(attempt) if attempt else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
 
 
 def draw_round(found: RoundTrace) -> Iterator[str]:

@@ -98,14 +98,14 @@ async def _run_events(site: ApiSite, run: str, after: int) -> AsyncIterator[byte
     last: RunProgress | None = None
     while True:
         try:
-            progress = await site.read(find_progress, site, run)
+            progress, rounds = await site.read(_find_news, site, run, after)
         except ConfigError:  # it was removed
             yield _encode("end", {"run": run})
             return
+        for entry in rounds:
+            after = entry.round
+            yield _encode("round", entry, entry.round)
         if progress != last:
-            for entry in await site.read(_find_rounds, run, after):
-                after = entry.round
-                yield _encode("round", entry, entry.round)
             last = progress
             yield _encode("run", progress)
         if progress.status in (*ENDED, "failed"):
@@ -115,8 +115,10 @@ async def _run_events(site: ApiSite, run: str, after: int) -> AsyncIterator[byte
         await asyncio.sleep(EVERY_S)
 
 
-def _find_rounds(store: Record, run: str, after: int) -> list[RoundView]:
-    return [entry for entry in read_rounds(store, run) if entry.round > after]
+def _find_news(store: Record, site: ApiSite, run: str, after: int) -> tuple[RunProgress, list[RoundView]]:
+    """Return progress and rounds by one question, as answers to two may be of different times."""
+    progress = find_progress(store, site, run)
+    return progress, [entry for entry in read_rounds(store, run) if entry.round > after]
 
 
 def _encode(event: str, data: Any, number: int | None = None) -> bytes:

@@ -155,7 +155,7 @@ class _Trace:
     def add_log(self, file: Path, source: Source) -> None:
         """Add the lines of a log that are about the round. Raises ConfigError if it cannot be read."""
         for line in _read_lines(file, self._number):
-            if line.get("run") != self._run or line.get("round") != self._number:
+            if (line.get("run"), line.get("round")) != (self._run, self._number) or not _is_of_log(line):
                 continue
             details = {name: value for name, value in line.items() if name not in _OF_EVERY_LINE}
             step = TraceStep(at=str(line["date"]), event=str(line["message"]), source=source, details=details)
@@ -200,6 +200,14 @@ def _read_lines(file: Path, number: int) -> Iterator[dict[str, Any]]:
                     yield msgspec.json.decode(raw, type=dict[str, Any])
                 except msgspec.MsgspecError:  # cut off when the process was killed
                     continue
+
+
+def _is_of_log(line: dict[str, Any]) -> bool:
+    """Return whether a line has what each line of our logs has; the file may be of another program."""
+    try:
+        return "message" in line and datetime.fromisoformat(str(line.get("date"))).tzinfo is not None
+    except ValueError:
+        return False
 
 
 def _in_order(steps: list[TraceStep]) -> list[TraceStep]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -26,7 +27,6 @@ from fedvit.small_server import parse_listen
 
 PORT = 8092
 PASSWORD = "FEDVIT_PAGE_PASSWORD"
-ADDRESS_FILE = "page.url"
 
 
 @click.command(
@@ -72,7 +72,7 @@ def command(context: click.Context, /, *, listen: str, password_file: Path | Non
     token = secrets.token_urlsafe(32) if password is None and address.socket_path is None else None
     server = PageServer(address, OwnerPage(settings, state, PageAccess(password, token)))
     stop = stop_on_signals()
-    with announce(server.address, token, state / ADDRESS_FILE):
+    with announce(server.address, token, state / f"page-{urlsplit(server.address).port}.url"):
         threading.Thread(target=server.serve_forever, name="page", daemon=True).start()
         stop.wait()
         server.shutdown()

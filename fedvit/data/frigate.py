@@ -118,7 +118,11 @@ def list_snapshots(folder: Path) -> list[tuple[Path, str, str]]:
             match = _SNAPSHOT.fullmatch(entry.name)
             if match is None or not entry.is_file():
                 continue
-            if 0 <= now_s - entry.stat().st_mtime < SETTLED_S:
+            try:
+                age_s = now_s - entry.stat().st_mtime
+            except FileNotFoundError:  # Frigate has removed it meanwhile
+                continue
+            if 0 <= age_s < SETTLED_S:
                 found[match["event"]] = (True, Path(), "")  # both files of an event count together
                 continue
             is_clean = match["clean"] is not None

@@ -94,7 +94,7 @@ def test_deployment(board: Board, tmp_path: Path) -> None:
             run_as(board, user, doctor)
             start_as(board, user, f"readme-{user}", train)
         start_as(board, "one", "readme-page", page)
-        said = "journalctl -u readme-page -b -o cat --no-pager | grep -o '/[^ ]*page.url'"
+        said = "journalctl -u readme-page -b -o cat --no-pager | grep -o '/[^ ]*page-[0-9]*.url'"
         board.wait_for(said, "the page says no address")
         board.run(f"cat > /tmp/read.py << 'END'\n{READ_PAGE}\nEND")
         assert "pi-1" in board.run(f"python3 /tmp/read.py $({said} | tail -1)")

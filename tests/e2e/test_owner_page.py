@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_wrong_password_opens_nothing_and_the_right_one_does(browser: Browser, h
 def test_token_of_the_printed_address_opens_the_page(tab: Tab, home: Home) -> None:
     with page_process(home, password=None) as address:
         tab.go(address, ASKED)
-        file = home.state / "page.url"
+        file = home.state / f"page-{urlsplit(address).port}.url"
         assert file.stat().st_mode & 0o777 == 0o600
         tab.go(file.read_text().strip(), "document.querySelector('#now')")
         assert tab.evaluate("location.href") == f"{address}/", "the token is in no address that the browser keeps"

@@ -102,9 +102,12 @@ class AccessGuard:
     def _is_expected(self, request: HTTPConnection) -> bool:
         """Refuse requests that a page of another origin made and, without a password, names of other machines."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if origin and urlsplit(origin).netloc != host:
+        try:
+            if origin and urlsplit(origin).netloc != host:
+                return False
+            return not self._is_by_address or is_loopback(urlsplit(f"//{host}").hostname or "")
+        except ValueError:  # no address, such as "http://["
             return False
-        return not self._is_by_address or is_loopback(urlsplit(f"//{host}").hostname or "")
 
     async def _open_by_address(self, request: Request) -> Response:
         """Turn the token of an address into a session, and lead to the same address without it."""

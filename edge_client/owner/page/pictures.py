@@ -93,8 +93,9 @@ class PictureFolder:
         with self._lock:
             if not self._history:
                 return None
-            newest = self._history.pop()
+            newest = self._history[-1]
             move_file(newest.place, self.open_classes().unlabelled / newest.name)
+            self._history.pop()
             return newest.name
 
     # --- what a browser gets ---------------------------------------------------------------------------

@@ -1,19 +1,24 @@
 """The answers of the endpoints: the same as the commands, by the same functions."""
 
+import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cli
+from coordinator.http_api import events
 from coordinator.record.record import Record, open_record
+from coordinator.record.tables import SavedState
 from coordinator.rounds.service.status import ServiceStatus, write_service_status
-from coordinator.run_view import read_document, read_run, show_document
+from coordinator.run_view import read_document, read_rounds, read_run, show_document
 from coordinator.security.folder import Deployment, Settings
 from coordinator.security.registry import Certificate
 from tests.support.http_api import Api, serve_api
@@ -245,3 +250,25 @@ def test_events_of_a_run_end_with_it(api: Api, store: Record) -> None:
     assert [line for line in lines if line.startswith("event")] == ["event: round", "event: run", "event: end"]
     known = api.ask("GET", f"/runs/{RUN}/events", headers={"last-event-id": "1"}).text
     assert "event: round" not in known
+
+
+def test_events_of_a_long_run_leave_out_no_round(api: Api, store: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's reader asks a question that takes long again only after a while."""
+
+    def read_slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)
+        return read_rounds(*arguments)
+
+    async def follow() -> list[str]:
+        names = list[str]()
+        async for event in events._run_events(api.site, RUN, 1):
+            if event is not None:
+                names.append(event.decode().split()[1])
+            elif store.runs.read(RUN).status != "finished":
+                store.rounds.close(RUN, 2, SavedState({}, None, {}), {})
+                store.runs.update(RUN, status="finished")
+        return names
+
+    monkeypatch.setattr(events, "EVERY_S", 0.01)
+    monkeypatch.setattr(events, "read_rounds", read_slowly)
+    assert asyncio.run(follow()) == ["run", "round", "run", "end"]

@@ -82,10 +82,19 @@ def test_lines_of_logs_are_put_between_the_steps(run_stage: Stage, tmp_path: Pat
     assert "task received" in run_trace("r.1.a", "--runs", run_stage.out, "--log", device)
 
 
-@pytest.mark.parametrize("text", ["r", "r.x", "r.1.a.sleep", "r.1.a.train.x", "r.1.a.train.1.2", "../r.1"])
+@pytest.mark.parametrize(
+    "text", ["r", "r.x", "r.1.a.sleep", "r.1.a.train.x", "r.1.a.train.1.2", "../r.1", "r.99999999999999999999"]
+)
 def test_name_that_is_no_task_is_refused(run_stage: Stage, text: str) -> None:
     with pytest.raises(ConfigError, check=has_code("FV1629")):
         run_trace(text, "--runs", run_stage.out)
+
+
+def test_lines_of_other_programs_are_left_out(run_stage: Stage, tmp_path: Path) -> None:
+    lines = ({}, {"date": "2026-11-29"}, {"date": "soon", "message": "x"}, {"message": "x"})
+    other = tmp_path / "other.log"
+    other.write_text("".join(f"{json.dumps({'run': 'r', 'round': 1, **line})}\n" for line in lines))
+    assert read_trace("r.1", "--runs", run_stage.out, "--log", other) == read_trace("r.1", "--runs", run_stage.out)
 
 
 def test_run_round_device_and_log_must_exist(run_stage: Stage, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from edge_client.cli import cli
 from fedvit.errors import ConfigError, FedvitError
 from tests.support.codes import has_code
-from tests.support.owner_pages import make_home
+from tests.support.owner_pages import make_home, page_process
 
 
 def fail(*flags: str, **environment: str) -> BaseException | None:
@@ -36,3 +36,11 @@ def test_folder_of_images_is_needed() -> None:
     error = fail("--listen", "0")
     assert isinstance(error, ConfigError)
     assert has_code("FV1402")(error)
+
+
+def test_pages_of_one_device_keep_their_addresses(tmp_path: Path) -> None:
+    with page_process(home := make_home(tmp_path), password=None) as address:
+        with page_process(home, password=None):
+            assert len(list(home.state.glob("page-*.url"))) == 2
+        [left] = home.state.glob("page-*.url")
+        assert left.read_text().startswith(address)

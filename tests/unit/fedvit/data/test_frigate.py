@@ -2,12 +2,15 @@
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from fedvit.data import frigate
 from fedvit.data.folder import DeviceData
+from fedvit.data.frigate import list_snapshots
 from fedvit.data.growing import GrowingFolder
 from fedvit.errors import DataError
 from tests.support.codes import has_code
@@ -89,6 +92,21 @@ def test_file_that_is_being_written_waits(clips: Path, tmp_path: Path, monkeypat
     assert len(folder.data.train) == 4
     assert not folder.look()
     assert {reason for _, reason in folder.data.problems()} == {frigate.NO_CLASS}
+
+
+def test_file_that_frigate_removes_meanwhile_is_left_out(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    @contextmanager
+    def remove_while_listing(folder: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with scandir(folder) as entries:
+            listed = list(entries)
+        [gone] = [entry.path for entry in listed if event_id(1) in entry.name]
+        os.remove(gone)
+        yield iter(listed)
+
+    monkeypatch.setattr(os, "scandir", remove_while_listing)
+    assert len(list_snapshots(clips)) == 6
 
 
 def test_file_with_a_time_in_the_future_counts(clips: Path) -> None:

@@ -34,6 +34,8 @@ def test_undo_overwrites_no_picture_that_arrived_since(home: Home) -> None:
     with pytest.raises(DataError, check=has_code("FV1413", "0000.png")):
         pictures.undo()
     assert home.files() == before
+    (home.images / "unlabelled" / "0000.png").unlink()
+    assert pictures.undo() == "0000.png"
 
 
 def test_picture_that_is_gone_and_class_that_does_not_exist(home: Home) -> None:

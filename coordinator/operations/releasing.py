@@ -9,7 +9,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from fedvit.errors import BadPayload, ConfigError, FedvitError
-from fedvit.files import atomic_write, storage_failed, sync_file
+from fedvit.files import atomic_write, hold_lock, make_folder, name_failure, sync_file
 from fedvit.minisign import SUFFIX, verify
 from fedvit.publisher import PublisherKey
 from fedvit.releases import (
@@ -24,6 +24,8 @@ from fedvit.releases import (
 )
 
 _PREFIX = "fedvit-edge"
+LOCK = ".lock"
+"""Held by the process that changes the folder."""
 
 
 def read_package(file: Path) -> Package:
@@ -58,13 +60,26 @@ def publish(
     """Offer packages of one version to the devices with some labels; return the channel's new list.
 
     An offer replaces those of the channel for the same labels. One without labels replaces all that are not newer.
-    Raises ConfigError, StorageFailed.
+    Raises ConfigError, also for a package with the name of an offered one and other content, StorageFailed.
     """
     packages = tuple(read_package(file) for file in files)
     versions = {package.version for package in packages}
     if len(versions) != 1:
         raise ConfigError("FV1468", f"packages of {len(versions)} versions are named; name those of one")
-    [version] = versions
+    make_folder(folder)
+    with hold_lock(folder / LOCK):
+        return _publish(folder, channel, list(zip(files, packages, strict=True)), labels, key)
+
+
+def _publish(
+    folder: Path,
+    channel: str,
+    files: Sequence[tuple[Path, Package]],
+    labels: Mapping[str, str],
+    key: PublisherKey,
+) -> ReleaseList:
+    packages = tuple(package for _, package in files)
+    version = packages[0].version
     former = read_list(folder, channel, key)
     offers = former.offers if former else ()
     before = next((offer for offer in offers if offer.labels == labels), None)
@@ -83,26 +98,30 @@ def publish(
     # serials of a list that was lost and begun anew are above the former ones as well
     serial = max(former.serial + 1 if former else 1, int(time.time()))
     releases = ReleaseList(channel=channel, serial=serial, offers=(*kept, offer))
-    with suppress(FileExistsError):
-        folder.mkdir(parents=True)
-    for file in files:
-        _place(file, folder / file.name)
+    for file, package in files:
+        _place(file, folder / file.name, package)
     content = encode_list(releases)
     signature = key.sign_file(content, f"channel {channel}, serial {serial}")
     # a device that reads between both gets a list with a foreign signature, and reads again
-    atomic_write(folder / f"{channel}.json{SUFFIX}", signature.encode())
-    atomic_write(folder / f"{channel}.json", content)
+    file = folder / f"{channel}.json"
+    atomic_write(_next_of(file), content)
+    atomic_write(_signature_of(file), signature.encode())
+    _next_of(file).replace(file)
     return releases
 
 
 def read_list(folder: Path, channel: str, key: PublisherKey) -> ReleaseList | None:
     """Read the list of a channel; None if there is none. Raises ConfigError for one that this key has not signed."""
     file = folder / f"{channel}.json"
+    if _next_of(file).exists():  # a process was killed while it wrote a list
+        with suppress(OSError, UnicodeDecodeError, FedvitError):
+            verify(key.public, _next_of(file).read_bytes(), _signature_of(file).read_text(), file.name)
+            _next_of(file).replace(file)
     if not file.exists():
         return None
     try:
         content = file.read_bytes()
-        verify(key.public, content, file.with_name(f"{file.name}{SUFFIX}").read_text(), file.name)
+        verify(key.public, content, _signature_of(file).read_text(), file.name)
         return decode_list(content, file.name)
     except (OSError, UnicodeDecodeError, FedvitError) as error:
         raise ConfigError(
@@ -110,15 +129,31 @@ def read_list(folder: Path, channel: str, key: PublisherKey) -> ReleaseList | No
         ) from error
 
 
-def _place(source: Path, target: Path) -> None:
-    """Copy a package into the folder, unless it is there. Raises StorageFailed."""
-    if target.exists() and hash_file(target) == hash_file(source):
-        return
-    partial = target.with_name(f".{target.name}")
-    try:
-        shutil.copyfile(source, partial)
-        sync_file(partial)
-        partial.replace(target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise storage_failed(f"cannot write {target}", error) from error
+def _next_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}.next")
+
+
+def _signature_of(file: Path) -> Path:
+    return file.with_name(f"{file.name}{SUFFIX}")
+
+
+def _place(source: Path, target: Path, package: Package) -> None:
+    """Copy a package into the folder, unless it is there. Raises ConfigError, StorageFailed."""
+    with name_failure(f"cannot write {target}"):
+        if target.exists() and (there := hash_file(target)) != package.sha256:
+            for offered in target.parent.glob("*.json"):
+                if there.encode() in offered.read_bytes():
+                    raise ConfigError(
+                        "FV1468",
+                        f"{source} is another package than {target}, which channel {offered.stem} offers; build it "
+                        "with a higher version",
+                    )
+        elif target.exists():
+            return
+        partial = target.with_name(f".{target.name}")
+        try:
+            shutil.copyfile(source, partial)
+            sync_file(partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)

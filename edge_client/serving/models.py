@@ -127,6 +127,7 @@ class ModelServer:
         self._stamp: tuple[int, int] | None = None
         self.status = replace(read_serving(state) or ServingStatus(), process=os.getpid(), trouble="")
         self.drift = DriftWatch(self.models.folder)
+        self._decoding = threading.Lock()  # a small file may be a large picture: one at a time takes memory
         self._written: ServingStatus | None = None
         self._saved_at = self._written_at = time.monotonic()
         self._reported = set[str]()  # kinds of faults that have not ended
@@ -169,7 +170,8 @@ class ModelServer:
             self._changed.set()
         if (model := self._open) is None:
             raise NoModel("FV1492", "no model of this device is promoted yet: edge-client models promote NAME")
-        pixels = read(model.bundle.batch.image_size)
+        with self._decoding:
+            pixels = read(model.bundle.batch.image_size)
         with self._lock:
             self._answer_began_at = time.monotonic()
             began = time.perf_counter()

@@ -1,6 +1,10 @@
 """Releases as they are published: packages are checked, offers replace each other, lists are continued."""
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +65,58 @@ def test_lists_have_growing_serials(tmp_path: Path, key: PublisherKey) -> None:
     (folder / "stable.json").unlink()
     assert serials == sorted(set(serials))
     assert publish(folder, "stable", [package], {}, key).serial >= serials[0]
+
+
+def test_list_that_was_half_written_is_continued(
+    tmp_path: Path, key: PublisherKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before or after the new signature: no offer is lost."""
+    folder, versions = tmp_path / "releases", ["0.1.0"]
+    publish(folder, "stable", [make_package(tmp_path, "0.1.0")], {}, key)
+    for number, name in enumerate(("stable.json.minisig", "stable.json"), 2):
+        versions.append(f"0.{number}.0")
+        with monkeypatch.context() as patch:
+            for act in ("replace", "rename"):
+                patch.setattr(os, act, die_at(name, getattr(os, act)))
+            with pytest.raises(KeyboardInterrupt):
+                publish(folder, "stable", [make_package(tmp_path, versions[-1])], {"stage": versions[-1]}, key)
+    publish(folder, "stable", [make_package(tmp_path, "0.9.0")], {"stage": "last"}, key)
+    assert [version for version, _ in list_offers(folder, key)] == ["0.1.0", "0.3.0", "0.9.0"]
+
+
+def die_at(name: str, act: Callable[..., None]) -> Callable[..., None]:
+    def end(source: Any, target: Any, **more: Any) -> None:
+        if Path(target).name == name:
+            raise KeyboardInterrupt
+        act(source, target, **more)
+
+    return end
+
+
+def test_two_publishers_lose_no_offer(tmp_path: Path, key: PublisherKey) -> None:
+    packages = {str(number): make_package(tmp_path, f"0.{number}.0") for number in range(8)}
+    with ThreadPoolExecutor() as pool:
+        for made in [
+            pool.submit(publish, tmp_path / "releases", "stable", [package], {"stage": name}, key)
+            for name, package in packages.items()
+        ]:
+            made.result()
+    assert len(list_offers(tmp_path / "releases", key)) == 8
+
+
+def test_offered_package_is_not_replaced_by_another_of_its_name(tmp_path: Path, key: PublisherKey) -> None:
+    folder = tmp_path / "releases"
+    package = make_package(tmp_path, "0.1.0")
+    publish(folder, "stable", [package], {}, key)
+    before = (folder / package.name).read_bytes()
+    (tmp_path / "0.1.0" / "more.py").write_text("x = 1\n")
+    other = make_package(tmp_path, "0.1.0")
+    with pytest.raises(ConfigError, check=has_code("FV1468", "channel stable offers")):
+        publish(folder, "beta", [other], {}, key)
+    assert (folder / package.name).read_bytes() == before
+    (folder / "stable.json").unlink()
+    publish(folder, "beta", [other], {}, key)
+    assert (folder / package.name).read_bytes() == other.read_bytes()
 
 
 def test_list_never_goes_back(tmp_path: Path, key: PublisherKey) -> None:

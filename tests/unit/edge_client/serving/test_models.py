@@ -5,6 +5,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ def test_answer_is_calibrated_and_right(server: ModelServer, stream: Digits) -> 
     assert np.mean([answer.confidence for answer in answers]) == pytest.approx(np.mean(right), abs=0.05)
     assert 0 < np.mean([answer.is_unsure for answer in answers]) < 0.2
     assert all(len(answer.answers) == 3 for answer in answers)
+
+
+def test_pictures_are_decoded_one_after_the_other(server: ModelServer, stream: Digits) -> None:
+    """Memory for one of them is enough, however many requests there are."""
+    inside, most = [0], [0]
+
+    def read(size: int) -> Pixels:
+        inside[0] += 1
+        most.append(inside[0])
+        time.sleep(0.02)
+        inside[0] -= 1
+        return stream.pixels[0]
+
+    with ThreadPoolExecutor(8) as pool:
+        labels = list(pool.map(lambda _: server.answer(read).model, range(8)))
+    assert len(labels) == 8
+    assert max(most) == 1
 
 
 def test_answer_that_hangs_is_no_sign_of_life(server: ModelServer, stream: Digits) -> None:

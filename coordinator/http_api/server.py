@@ -1,5 +1,6 @@
 """Serves the API, and the pages of the dashboard if there are any, at one port until Ctrl-C."""
 
+import asyncio
 import errno
 import socket
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import uvicorn
 from coordinator.http_api.app import ROOT, ApiGuard, Scope, make_app
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.submitting import Submission, submit
-from coordinator.views.dashboard.connections import BoundedProtocol
+from coordinator.views.dashboard.connections import HEAD_S, BoundedProtocol
 from coordinator.views.dashboard.experiments import Experiments
 from fedvit.errors import ConfigError
 
@@ -83,4 +84,13 @@ def serve(
         proxy_headers=proxies is not None, forwarded_allow_ips=proxies or "",
         ssl_certfile=certificate and certificate[0], ssl_keyfile=certificate and certificate[1],
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[opened])
+    make_loop = config.get_loop_factory() or asyncio.new_event_loop
+
+    def make_bounded_loop() -> asyncio.AbstractEventLoop:
+        loop = make_loop()
+        if certificate:  # a connection is counted after its handshake, for which 60 s are usual
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HEAD_S)  # type: ignore[method-assign]
+        return loop
+
+    with asyncio.Runner(loop_factory=make_bounded_loop) as runner:
+        runner.run(uvicorn.Server(config).serve(sockets=[opened]))

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,14 @@ def test_commands_print_the_same_from_another_machine(
         ("ops", "submit", "API 127.0.0.1"), ("ops", "cancel", "API 127.0.0.1"),
     ]  # fmt: skip
     check_entries(entries)
+
+
+@pytest.mark.slow
+def test_connections_without_a_handshake_are_closed(address: str) -> None:
+    """Long before the minute that servers usually wait."""
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as link:
+        link.settimeout(45.0)
+        assert link.recv(1) == b""
 
 
 @pytest.mark.slow

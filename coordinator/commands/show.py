@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 import msgspec
+from msgspec import Struct
 
 from coordinator.commands.config_flags import flags_of
 from coordinator.commands.flags import runs_flag
@@ -22,6 +23,13 @@ from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import private_files
 from fedvit.quantities import format_count
 from profiles.report.console import Console
+
+
+class WrittenRounds(Struct, frozen=True):
+    """The rounds that a tracker lacked."""
+
+    rounds: int
+    where: str
 
 
 @click.command(
@@ -46,7 +54,9 @@ def show(run: str | None, track: bool, folder: Path, as_json: bool, **flags: Any
         if find_service() is not None:
             raise ConfigError("FV1817", "--track works on this machine only: leave out --server")
         with open_existing_record(folder, writes=True) as store:
-            write_missing(store, run or newest_run(store, folder), folder, flags)
+            written = write_missing(store, run or newest_run(store, folder), folder, flags, quiet=as_json)
+        if as_json:
+            print_json(written)
         return
     with open_runs(folder) as runs:
         view = runs.read(run, accuracy_of=None if as_json else MOST_ROUNDS)
@@ -63,8 +73,8 @@ def print_run(view: RunView) -> None:
 
 
 @private_files()
-def write_missing(store: Record, run: str, folder: Path, flags: dict[str, Any]) -> None:
-    """Write the rounds that trackers lack."""
+def write_missing(store: Record, run: str, folder: Path, flags: dict[str, Any], *, quiet: bool) -> list[WrittenRounds]:
+    """Write the rounds that trackers lack, with a line for each tracker unless `quiet`."""
     config = make_config(store.runs.read(run).config, f"run {run}").run
     values = merge_flags({"trackers": msgspec.to_builtins(config.trackers)}, flags)
     config = msgspec.structs.replace(config, trackers=make_config(values, "flags").run.trackers)
@@ -73,11 +83,15 @@ def write_missing(store: Record, run: str, folder: Path, flags: dict[str, Any]) 
             "FV1016", f"run {run!r} has no writers of its own: name one, as in --trackers.writer tensorboard"
         )
     check_writers(config.trackers, "flags")
+    written = list[WrittenRounds]()
     lock = lock_run(folder / run, run)  # otherwise the run's own process writes them
     for writer in make_writers(run, config, folder / run):
         try:
             rounds = write_all(writer, run, config, store)
         except Exception as error:
             raise StorageFailed("FV1016", f"cannot write to {writer.where}: {error}. {writer.remedy}") from error
-        click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
+        written.append(WrittenRounds(rounds, writer.where))
+        if not quiet:
+            click.echo(f"{format_count(rounds, 'round')} written to {writer.where}")
     os.close(lock)
+    return written

@@ -703,6 +703,9 @@ def test_metrics_of_an_earlier_run(out: Path) -> None:
             f"{rounds} written to TensorBoard"
             in said("show", "done", "--runs", out, "--trackers.writer", "tensorboard").output
         )
+    [written] = json.loads(said("show", "done", "--runs", out, "--trackers.writer", "tensorboard", "--json").stdout)
+    assert written["rounds"] == 0
+    assert written["where"].startswith("TensorBoard")
     assert scalars(out / "done")["accuracy/mean"] == [(1, pytest.approx(0.7))]
 
 

@@ -92,7 +92,8 @@ class FolderSource:
             return []
         fresh = {name: stamp for name, stamp in seen.items() if self._known.get(name) != stamp}
         whole = [name for name, stamp in fresh.items() if stamp[0] and self._growing.get(name) == stamp]
-        self._known = {name: stamp for name, stamp in seen.items() if name not in fresh or name in whole}
+        settled = {name: stamp for name, stamp in seen.items() if name not in fresh or name in whole}
+        self._known = _remember(self._known, settled)
         self._growing = {name: stamp for name, stamp in fresh.items() if name not in whole}
         newest = sorted(whole, key=lambda name: (seen[name][1], name))
         if len(newest) > MOST_WAITING:
@@ -116,8 +117,14 @@ class FrigateSource(FolderSource):
     def find_new(self) -> list[Path]:
         """List the snapshots that are new and settled since the last call. Raises DataError."""
         settled = {path.name: path for path, _, _ in list_snapshots(self._folder)}
-        known, self._known = self._known, dict.fromkeys(settled, (0, 0))
+        known, self._known = self._known, _remember(self._known or {}, dict.fromkeys(settled, (0, 0)))
         return [] if known is None else [path for name, path in settled.items() if name not in known]
+
+
+def _remember(known: dict[str, tuple[int, int]], settled: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Return the pictures that are there, and the newest of those that are gone: a folder may be mounted again."""
+    gone = [name for name in known if name not in settled]
+    return {name: known[name] for name in gone[-MOST_KNOWN:]} | settled
 
 
 class CameraSource:

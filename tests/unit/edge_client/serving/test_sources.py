@@ -27,6 +27,7 @@ from edge_client.serving.sources import (
 )
 from fedvit.errors import ConfigError, DataError, LinkDown
 from tests.support.codes import has_code
+from tests.support.frigate import write_snapshot
 from tests.support.served import encode_picture, split_digits
 
 PICTURE = encode_picture(split_digits(0).stream.pixels[0])
@@ -50,6 +51,24 @@ def test_picture_is_new_once_and_when_it_is_whole(tmp_path: Path) -> None:
     os.utime(file, ns=(1, 1))
     assert [*names(source), *names(source)] == ["new.jpg"], "another picture of the same name"
     (tmp_path / "empty.jpg").touch()
+    assert [*names(source), *names(source)] == []
+
+
+@pytest.mark.parametrize("kind", [FolderSource, FrigateSource])
+def test_folder_that_is_mounted_again_has_nothing_new(kind: type[FolderSource], tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "pictures", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+    source = kind(folder)
+    for number, count in ((1, 0), (2, 1)):
+        file = write_snapshot(folder, "yard", number)
+        os.utime(file, (1.7e9, 1.7e9))
+        assert len([*names(source), *names(source)]) == count
+    folder.rename(tmp_path / "unmounted")
+    elsewhere.rename(folder)
+    assert names(source) == []
+    folder.rename(elsewhere)
+    (tmp_path / "unmounted").rename(folder)
     assert [*names(source), *names(source)] == []
 
 

@@ -54,10 +54,12 @@ def test_drawn_schedules_give_the_right_sum_or_a_reason(part: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [300, 1000])
 def test_large_groups_have_a_sum_though_devices_leave_in_each_step(count: int) -> None:
+    """With the neighbours that the share of those that leave asks for."""
     draw, devices = np.random.default_rng(count), make_devices(count, words=8)
     gone = {(name, step) for name in devices for step in STEPS if draw.random() < 0.02}
+    degree = choose_degree(count, 0.03, 20)  # the last two steps count as one, and here both are as long
     played = play_attempts(
-        devices, lambda left: make_terms(left, 20), drops=lambda device, step: (device, step) in gone
+        devices, lambda left: make_terms(left, degree), drops=lambda device, step: (device, step) in gone
     )
     assert played.total is not None
     right = add_payloads([devices[name] for name in played.server.state.masked], 32)

@@ -229,7 +229,7 @@ def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost
     trained = _select(program, lambda role: role.is_trained_on_device)
     weights = _size_bytes(_select(program, lambda role: not role.is_trained_on_device))
     updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
-    copies = max((_count_copies(phase) for phase in program.train), default=0)
+    state = max((_state_bytes(program, phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
     image_bytes = 3 * batch.image_size**2
@@ -246,7 +246,7 @@ def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost
             parts={
                 "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": weights,
-                "trained": copies * updated,
+                "trained": state,
                 "activations": activations,
                 "images": batches,
                 "features": 0,
@@ -298,9 +298,19 @@ def _moved_bytes(program: Program, phase: Train) -> int:
     return sum(_size_bytes({name: program.tensors[name] for name in program.names(group)}) for group in phase.groups)
 
 
-def _count_copies(phase: Train) -> int:
-    """Count vectors of trained numbers: values, gradients, slots; a whole step writes new values and slots."""
-    return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
+def _state_bytes(program: Program, phase: Train) -> int:
+    """Return the memory of values, gradients and slots; a whole step writes new values and slots."""
+    updated, slots = _moved_bytes(program, phase), len(phase.slots)
+    if not phase.update:
+        return 2 * (1 + slots) * updated
+    if phase.slot_bits == 32:
+        return (2 + slots) * updated
+    blocks = -(-updated // (4 * SLOT_BLOCK))
+    return 2 * updated + slots * (blocks * (SLOT_BLOCK + 4) + 4 * PIECE_ELEMENTS)  # codes, scales, an unpacked piece
+
+
+SLOT_BLOCK = 2048
+"""Numbers of a slot of 8 bits with one scale (edge_client.work.packed_slots)."""
 
 
 def _graph_bytes(graphs: Iterable[GraphCost]) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -359,6 +360,19 @@ def test_memory_is_saved_by_fewer_images_at_a_time_first(bench: Callable[[str], 
         sizes.append(method.micro_batch or 0)
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1] < 16
+
+
+def test_an_optimizer_with_8_bits_fits_a_budget_that_32_exceed(configure: Configure, tmp_path: Path) -> None:
+    options = {"optimizer": "adamw", "momentum": 0.0, "batch_size": 8, "micro_batch": 1, "recompute": True}
+    config = configure("fedavg", options, model_options={**MODEL, "width": 128}, budget={"memory_budget": "1GB"})
+    plan = make_plan(config, ("a", "b"), BlobStore(tmp_path))
+    made = Bench(plan.method, plan.search)
+    smaller = Bench(replace(plan.method, optimizer_bits=8), plan.search)
+    asked, least = (each.asked()["memory"] for each in (made, smaller))
+    assert least < 0.98 * asked
+    method, choice = made.find(limit("memory", (asked + least) / 2))
+    assert choice.chosen.changes == {"optimizer_bits": 8, "micro_batch": 1}
+    assert method == smaller.method
 
 
 def test_a_method_that_takes_its_batch_as_a_whole_gets_a_smaller_one(bench: Callable[[str], Bench]) -> None:

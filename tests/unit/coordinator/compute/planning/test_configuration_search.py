@@ -419,6 +419,18 @@ def test_devices_of_one_run_get_different_forms(bench: Callable[[str], Bench]) -
     assert {method.as_traced() for method in made.search.priced} == priced
 
 
+@pytest.mark.parametrize("updates", [{}, {"features": "int8"}])
+def test_a_candidate_costs_what_its_program_does(updates: dict[str, str], configure: Configure, tmp_path: Path) -> None:
+    """Several epochs share the graphs of one, but not the phases; features are sent with the run's codec."""
+    plan = make_plan(configure("eftvit", {"epochs": 2}, updates=updates), ("a", "b"), BlobStore(tmp_path))
+    for method in (plan.method, replace(plan.method, epochs=5)):
+        ours, real = (priced.cost(images=300, test_images=60) for priced in (
+            plan.search.program_of(method), plan.priced(method),
+        ))  # fmt: skip
+        assert ours == real
+        assert ours.bytes_up
+
+
 def test_what_the_server_has_not_is_not_given_up(bench: Callable[[str], Bench]) -> None:
     """Of masks, say, only those that are allowed are tried."""
     made = bench("eftvit")

@@ -36,7 +36,11 @@ class PricedProgram:
         Decoded images may take `cache_bytes`.
         """
         program, graphs = self.program, self.graphs
-        collected = {phase.collect: _count_collected(phase.collect, images) for phase in program.train if phase.collect}
+        collected = {
+            phase.collect: _count_collected(phase.collect, phase.epochs, images)
+            for phase in program.train
+            if phase.collect
+        }
         # a device keeps its decoded images where all of them fit, or none
         kept_bytes, kept_test_bytes = (
             bytes_ if bytes_ <= cache_bytes else 0
@@ -202,9 +206,9 @@ def count_download_bytes(program: Program) -> int:
     return sum(_download_bytes(program, group) for group in groups)
 
 
-def _count_collected(collect: Collect, images: int) -> int:
-    """Count the images with uploaded features, if all classes have equally many images."""
-    return int(images * min(1.0, collect.threshold))
+def _count_collected(collect: Collect, epochs: int, images: int) -> int:
+    """Count the uploaded features, if all classes have equally many images; an image has one in each epoch at most."""
+    return int(images * min(epochs, collect.threshold))
 
 
 def _upload_bytes(program: Program, collected: Mapping[Collect, int]) -> int:

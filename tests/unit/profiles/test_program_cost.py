@@ -2,7 +2,7 @@
 
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from onnxruntime import InferenceSession
 
 from coordinator.compute.planning.planner import make_plan
 from coordinator.config import RunConfig
+from edge_client.work.sampler import make_sampler
 from edge_client.work.steps import Graph, SummedSteps
 from fedvit.blobs import BlobStore
 from fedvit.models import SMALL
@@ -253,12 +254,16 @@ def test_bytes_are_those_of_packed_tensors() -> None:
     assert cost_of(made).bytes_once == 700 + 50 + 300 + len(encode_program(made)) + first
 
 
-@pytest.mark.parametrize(("threshold", "count"), [(1.0, 20), (0.5, 10), (0.25, 5), (1.5, 20)])
-def test_features_are_part_of_the_upload(threshold: float, count: int) -> None:
-    """Of equally many images of each class the sampler takes the share `threshold`, but no image twice; each with its
-    label."""
-    collect = Collect("features.2", (5, 32), threshold)
-    cost = cost_of(program(of(collect=collect)))
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("threshold", [0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("kind", ["median", "balanced"])
+def test_features_are_part_of_the_upload(kind: Literal["median", "balanced"], threshold: float, epochs: int) -> None:
+    """As many as the device's sampler takes of two classes with 12 images each; each with its label."""
+    collect = Collect("features.2", (5, 32), threshold, sampler=kind)
+    cost = cost_of(program(of(collect=collect, epochs=epochs)), images=24)
+    sampler = make_sampler(collect, np.arange(24) % 2, epochs, np.random.default_rng(0))
+    rows, readable = np.arange(24), np.ones(24, np.bool_)
+    count = sum(len(sampler.positions(epoch, rows, readable)) for epoch in range(epochs))
     sent = {name: np.zeros(TENSORS[name].shape, np.float32) for name in ("blocks.0.weight", "blocks.0.bias")}
     features = {"features.2": np.zeros((count, 5, 32), np.float32), "labels": np.zeros(count, np.int64)}
     assert cost.bytes_up == len(pack({**sent, **features}))

@@ -36,7 +36,11 @@ class PricedProgram:
         Decoded images may take `cache_bytes`.
         """
         program, graphs = self.program, self.graphs
-        collected = {phase.collect: _count_collected(phase.collect, images) for phase in program.train if phase.collect}
+        collected = {
+            phase.collect: _count_collected(phase.collect, phase.epochs, images)
+            for phase in program.train
+            if phase.collect
+        }
         # a device keeps its decoded images where all of them fit, or none
         kept_bytes, kept_test_bytes = (
             bytes_ if bytes_ <= cache_bytes else 0
@@ -202,9 +206,9 @@ def count_download_bytes(program: Program) -> int:
     return sum(_download_bytes(program, group) for group in groups)
 
 
-def _count_collected(collect: Collect, images: int) -> int:
-    """Count the images with uploaded features, if all classes have equally many images."""
-    return int(images * min(1.0, collect.threshold))
+def _count_collected(collect: Collect, epochs: int, images: int) -> int:
+    """Count the uploaded features, if all classes have equally many images; an image has one in each epoch at most."""
+    return int(images * min(epochs, collect.threshold))
 
 
 def _upload_bytes(program: Program, collected: Mapping[Collect, int]) -> int:
@@ -229,7 +233,7 @@ def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost
     trained = _select(program, lambda role: role.is_trained_on_device)
     weights = _size_bytes(_select(program, lambda role: not role.is_trained_on_device))
     updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
-    copies = max((_count_copies(phase) for phase in program.train), default=0)
+    state = max((_state_bytes(program, phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
     image_bytes = 3 * batch.image_size**2
@@ -246,7 +250,7 @@ def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost
             parts={
                 "graphs": _graph_bytes(graphs[name] for name in program.graphs_for("train")),
                 "weights": weights,
-                "trained": copies * updated,
+                "trained": state,
                 "activations": activations,
                 "images": batches,
                 "features": 0,
@@ -298,9 +302,19 @@ def _moved_bytes(program: Program, phase: Train) -> int:
     return sum(_size_bytes({name: program.tensors[name] for name in program.names(group)}) for group in phase.groups)
 
 
-def _count_copies(phase: Train) -> int:
-    """Count vectors of trained numbers: values, gradients, slots; a whole step writes new values and slots."""
-    return 2 + len(phase.slots) if phase.update else 2 * (1 + len(phase.slots))
+def _state_bytes(program: Program, phase: Train) -> int:
+    """Return the memory of values, gradients and slots; a whole step writes new values and slots."""
+    updated, slots = _moved_bytes(program, phase), len(phase.slots)
+    if not phase.update:
+        return 2 * (1 + slots) * updated
+    if phase.slot_bits == 32:
+        return (2 + slots) * updated
+    blocks = -(-updated // (4 * SLOT_BLOCK))
+    return 2 * updated + slots * (blocks * (SLOT_BLOCK + 4) + 4 * PIECE_ELEMENTS)  # codes, scales, an unpacked piece
+
+
+SLOT_BLOCK = 2048
+"""Numbers of a slot of 8 bits with one scale (edge_client.work.packed_slots)."""
 
 
 def _graph_bytes(graphs: Iterable[GraphCost]) -> int:

@@ -244,7 +244,9 @@ class _KnownImages:
         for name, files in new.items():
             stamps = {path: _stamp(path) for path in files.paths}
             if before := self.files.get(name):
-                files.take_over(before, {path for path, now in stamps.items() if now and now == self._stamps.get(path)})
+                # which of them failed, and whose mask did, the device has just said
+                same = {path for path, now in stamps.items() if now and now == self._stamps.get(path)}
+                files.take_pictures(before, same)
             self.files[name], self._reported[name] = files, len(files.failed)
             self._stamps |= stamps
 

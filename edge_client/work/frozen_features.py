@@ -19,7 +19,7 @@ from edge_client.storage.vault_key import VaultKey
 from edge_client.work.batches import Fed, batch_rows, pad_rows, training_length
 from edge_client.work.steps import Graph
 from fedvit.data.folder import Split
-from fedvit.data.images import Flags, Indices, normalise, unfold
+from fedvit.data.images import DECODING, Flags, Indices, normalise, unfold
 from fedvit.files import name_failure
 from fedvit.program import SEEDS, Program, Train
 from fedvit.tensors import Array
@@ -153,7 +153,8 @@ def describe_origin(cut: CutGraph, program: Program, values: Mapping[str, Array]
     """Return a digest of everything but the image that features follow from."""
     digest = hashlib.blake2b(cut.features)
     batch = program.batch
-    digest.update(msgspec.msgpack.encode((cut.initial, batch.image_size, batch.patch_size, batch.mean, batch.std)))
+    images = (DECODING, batch.image_size, batch.patch_size, batch.mean, batch.std)
+    digest.update(msgspec.msgpack.encode((cut.initial, *images)))
     for name in cut.changing:
         digest.update(msgspec.msgpack.encode((name, values[name].shape)))
         digest.update(np.ascontiguousarray(values[name]).reshape(-1).view(np.uint8).data)

@@ -12,6 +12,7 @@ from typing import IO, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import __version__ as PILLOW
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fedvit.errors import DataError
@@ -22,6 +23,8 @@ Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
+DECODING = f"1, pillow {PILLOW}"
+"""How a file becomes numbers: features made in another way are made again. Raise the number after a change here."""
 DAMAGED = "damaged or cut off"
 """A reason why an image is not used; a colon and details follow."""
 DECODED_BYTES = 256 << 20

@@ -72,12 +72,17 @@ class Files:
     def take_over(self, before: "Files", same: Collection[Path]) -> None:
         """Take what `before` knows of the files that are the `same` since: decoded images, and failures."""
         self.failed = {path: reason for path, reason in before.failed.items() if path in same}
+        self.take_pictures(before, same)
+
+    def take_pictures(self, before: "Files", same: Collection[Path]) -> None:
+        """Take the decoded images of files that are the `same` since; those that failed may be good now."""
         if before._cache is None:
             return
         self._start_cache(before._size)
         if self._cache is None:
             return
-        places = {path: row for row, path in enumerate(before.paths) if before._cached[row] and path in same}
+        good = set(same) - before.failed.keys()
+        places = {path: row for row, path in enumerate(before.paths) if before._cached[row] and path in good}
         for row, path in enumerate(self.paths):
             if path in places:
                 self._cache[row] = before._cache[places[path]]

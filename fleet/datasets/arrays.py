@@ -1,6 +1,10 @@
 """Arrays of images and labels from foreign files, as pixels."""
 
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,32 @@ def check_archive(path: Path) -> list[str]:
         raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
     check_memory(path, sum(member.file_size for member in members))
     return [member.filename.removesuffix(".npy") for member in members]
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    """Open a .npz file whose arrays fit into memory. Raises DataError, also when an array cannot be read."""
+    check_archive(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                if member.filename.endswith(".npy"):
+                    _check_header(path, archive, member)
+        with np.load(path, allow_pickle=False) as arrays:
+            yield arrays
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
+
+
+def _check_header(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Check that a header says no more bytes than the array has, as numpy allocates them before it reads."""
+    form = np.lib.format
+    with archive.open(member) as file:
+        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+        shape, _, dtype = read(file)
+    declared, name = prod(shape) * dtype.itemsize, member.filename.removesuffix(".npy")
+    if declared > member.file_size:
+        raise DataError("FV2010", f"{path}: {name} has {member.file_size} bytes, but its header says {declared}")
 
 
 def to_pixels(images: Array, where: str) -> Pixels:

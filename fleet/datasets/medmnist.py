@@ -4,14 +4,13 @@ Source: Yang et al., "MedMNIST v2", Scientific Data 2023. Arrays train_images (n
 train_labels (n, 1), and the same for val and test.
 """
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from fedvit.data.images import Indices, Pixels
 from fedvit.errors import DataError
+from fleet.datasets.arrays import open_archive
 from fleet.datasets.samples import Samples, join_batches
 
 _SPLITS = ("train", "val", "test")
@@ -28,12 +27,9 @@ def read_medmnist(path: Path, size: int = 32) -> Samples:
     Raises DataError, naming the file and the array, when an array is missing or has another shape: the sets of volumes
     (3D) and ChestMNIST, which has many labels per image, cannot be used.
     """
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            splits = [split for split in _SPLITS if f"{split}_images" in arrays]
-            batches = [_read_split(arrays, path, split) for split in splits]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
+    with open_archive(path) as arrays:
+        splits = [split for split in _SPLITS if f"{split}_images" in arrays]
+        batches = [_read_split(arrays, path, split) for split in splits]
     if not batches:
         raise DataError("FV2010", f"{path}: no array train_images, val_images or test_images")
     return join_batches(path, path.stem, batches, size, [split == "test" for split in splits])

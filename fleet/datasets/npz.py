@@ -1,13 +1,9 @@
 """Arrays of images in a .npz file: `x_train`, `y_train`, `x_test`, `y_test`, as Keras keeps them, or `x`, `y`."""
 
-import zipfile
-import zlib
 from pathlib import Path
 
-import numpy as np
-
 from fedvit.errors import DataError
-from fleet.datasets.arrays import Array, check_archive, to_labels, to_pixels
+from fleet.datasets.arrays import Array, check_archive, open_archive, to_labels, to_pixels
 from fleet.datasets.samples import Samples, join_batches
 
 _PAIRS = (("x_train", "y_train"), ("x_test", "y_test"), ("x", "y"), ("images", "labels"))
@@ -32,11 +28,8 @@ def read_npz(path: Path, size: int = 32) -> Samples:
     pairs = [(images, labels) for images, labels in _PAIRS if images in names]
     if missing := [(images, labels) for images, labels in pairs if labels not in names]:
         raise DataError("FV2010", f"{path}: there is {missing[0][0]}, but no {missing[0][1]}")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            batches: list[tuple[Array, Array]] = [(arrays[images], arrays[labels]) for images, labels in pairs]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
+    with open_archive(path) as arrays:
+        batches: list[tuple[Array, Array]] = [(arrays[images], arrays[labels]) for images, labels in pairs]
     read = []
     for (images, labels), (pixels, numbers) in zip(pairs, batches, strict=True):
         read.append((to_pixels(pixels, f"{path}: {images}"), to_labels(numbers, len(pixels), f"{path}: {labels}")))

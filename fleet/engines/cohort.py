@@ -63,9 +63,6 @@ class Values(NamedTuple):
         common = {name: value for name, value in self.common.items() if name not in tensors}
         return Values(common, {**self.own, **tensors})
 
-    def devices(self, part: slice) -> "Values":
-        return Values(self.common, {name: value[part] for name, value in self.own.items()})
-
 
 @dataclass
 class CohortUpdate:
@@ -122,7 +119,7 @@ class Cohort:
         method: Method,
         phases: Sequence[Train],
         values: Values,
-        images: Sequence[DeviceImages],  # of each device; those with the most images first
+        images: Sequence[DeviceImages],  # of each device
         generators: Sequence[list[np.random.Generator]],  # of each device
     ) -> CohortUpdate:
         """Run the phases from the round's start values. Raises DataError when a device has no readable image."""
@@ -212,27 +209,31 @@ class Cohort:
         trained: CohortUpdate,
     ) -> tuple[Named, list[float]]:
         """The updated tensors (D, ...), and each device's loss. Devices without further batches leave the batch."""
-        phase = run.phase
-        ends = [len(of.epochs) * phase.repeats for of in drawn]  # descending
+        phase, given = run.phase, list(range(len(drawn)))
+        # the fewest batches last; one without a readable image does not count, so images do not tell the order
+        order = sorted(given, key=lambda device: -len(drawn[device].epochs))
+        if order != given:
+            work = work.select_devices(order)
+        ends = [len(drawn[device].epochs) * phase.repeats for device in order]
         losses = torch.zeros(ends[0], len(ends), device=self._accelerator)
-        kept: list[list[tuple[Tensor, Array]]] = [[] for _ in drawn]
+        kept: list[list[tuple[int, list[int], Tensor]]] = [[] for _ in drawn]
 
         def keep(step: int, outputs: Named) -> None:
             batch, repeat = divmod(step, phase.repeats)
             if phase.collect is None or repeat < phase.repeats - 1:
                 return
             values = outputs[f"collect/{phase.collect.output}"]
-            for device in range(sum(end > step for end in ends)):
+            for place, device in enumerate(order[: sum(end > step for end in ends)]):
                 of, sampler = drawn[device], samplers[device]
                 assert sampler is not None
                 chosen = sampler.positions(of.epochs[batch], of.rows[batch], of.readable[batch])
                 if chosen:
-                    kept[device].append((values[device, chosen], of.arrays["labels"][batch, chosen]))
+                    kept[device].append((batch, chosen, values[place, chosen]))
 
         pieces: list[Named] = []
         first = 0
         for count, last in self._segments(ends):
-            work = work.first_devices(count)
+            work = work.select_devices(slice(count))
             runner = self._runner(run, count, fused=bool(self._settings.fused) and count == len(ends))
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
@@ -240,17 +241,19 @@ class Cohort:
         updated = {
             name.removeprefix("tensor/"): torch.cat([piece[name] for piece in reversed(pieces)]) for name in pieces[0]
         }
-        if phase.collect:
-            for device, parts in enumerate(kept):
-                shape = (0, *phase.collect.shape)
-                values = torch.cat([part for part, _ in parts]).float().cpu().numpy() if parts else np.zeros(shape)
-                whole = drawn[device].arrays["labels"]  # (T, B, ...)
-                labels = np.concatenate([part for _, part in parts]) if parts else whole[:0, 0]
-                trained.collected[device] |= {
-                    phase.collect.output: values.astype(np.float32, copy=False), LABELS: labels,
-                }  # fmt: skip
+        places = [order.index(device) for device in given]
+        if order != given:
+            updated = {name: value[places] for name, value in updated.items()}
+        for of, sampler, parts, collected in zip(drawn, samplers, kept, trained.collected, strict=True):
+            if phase.collect is None or sampler is None:
+                continue
+            for batch, chosen, part in parts:
+                rows, readable = of.rows[batch][chosen], of.readable[batch][chosen]
+                sampler.record(of.epochs[batch], rows, readable, part.float().cpu().numpy())
+            values, labels = sampler.collect(phase.collect.shape)
+            collected |= {phase.collect.output: values, LABELS: labels}
         by_step = losses.cpu().numpy()
-        return updated, [_loss(of, by_step[:, device], phase.repeats) for device, of in enumerate(drawn)]
+        return updated, [_loss(of, by_step[:, place], phase.repeats) for of, place in zip(drawn, places, strict=True)]
 
     def _segments(self, ends: list[int]) -> Iterator[tuple[int, int]]:
         """(devices in the batch, step before which it gets smaller), until all are finished."""

@@ -76,15 +76,15 @@ class BatchWork:
     last: Tensor  # (T,): 1 in the last repeat of a batch
     lr: Tensor  # ()
 
-    def first_devices(self, count: int) -> "BatchWork":
-        """The work of the first `count` devices."""
+    def select_devices(self, devices: slice | list[int]) -> "BatchWork":
+        """The work of some devices, in this order."""
 
-        def fewer(named: Named) -> Named:
-            return {name: value[:count] for name, value in named.items()}
+        def select(named: Named) -> Named:
+            return {name: value[devices] for name, value in named.items()}
 
-        arrays = {name: value[:, :count] for name, value in self.arrays.items()}
+        arrays = {name: value[:, devices] for name, value in self.arrays.items()}
         return BatchWork(
-            fewer(self.updated), fewer(self.own), self.common, arrays, self.ends[:count], self.last, self.lr
+            select(self.updated), select(self.own), self.common, arrays, self.ends[devices], self.last, self.lr
         )
 
 

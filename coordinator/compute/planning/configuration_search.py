@@ -19,9 +19,8 @@ from coordinator.compute.planning.planned_device import PlannedDevice
 from coordinator.compute.planning.trade_offs import TradeOff, trade_offs
 from fedvit.errors import OverBudget
 from fedvit.methods.base import Method
-from fedvit.methods.novel import phases_of
 from fedvit.models.vit import PatchViT
-from fedvit.program import Batch
+from fedvit.program import Batch, Train
 from fedvit.quantities import format_bytes, format_flops, format_seconds
 from fedvit.resources import Budget, BudgetKind, image_cache_bytes
 from profiles.predict import Target, predict
@@ -85,6 +84,7 @@ class ConfigurationSearch:
 
     vit: PatchViT
     batch_of: Callable[[Method], Batch]
+    phases_of: Callable[[Method], tuple[Train, ...]]
     price: Callable[[Method], PricedProgram]
     progress: Callable[[str], None]
     allowed: Callable[[Method], bool] = lambda method: True
@@ -276,7 +276,7 @@ class ConfigurationSearch:
                 self.progress(f"pricing {_description(alike)}")
                 self.priced[alike] = self.price(alike)
             of_alike = self.priced[alike]
-            program = msgspec.structs.replace(of_alike.program, train=phases_of(method, self.vit))
+            program = msgspec.structs.replace(of_alike.program, train=self.phases_of(method))
             self.priced[method] = PricedProgram(program, msgspec.to_builtins(method), of_alike.graphs)
         return self.priced[method]
 

@@ -192,7 +192,7 @@ class Plan:
 
     @cached_property
     def search(self) -> ConfigurationSearch:
-        return ConfigurationSearch(self.vit, self.batch_of, self.priced, self.progress, self.serves)
+        return ConfigurationSearch(self.vit, self.batch_of, self.phases_of, self.priced, self.progress, self.serves)
 
     def serves(self, method: Method) -> bool:
         """Return whether the server holds every group that a device of this method would get from it."""
@@ -248,6 +248,11 @@ class Plan:
         """Return how a device turns images into a method's inputs."""
         return choose_batch(method, self.vit, self.config.images)
 
+    def phases_of(self, method: Method) -> tuple[Train, ...]:
+        """Return the training phases of a method, with the codec and the noise of this run's features."""
+        codec, privacy = self.config.updates.features, self.config.privacy
+        return tuple(_private(_with_codec(phase, codec), privacy) for phase in phases_of(method, self.vit))
+
     def _program(
         self, method: Method, batch: Batch, graphs: dict[str, GraphSpec], keep: Callable[[Tensors], str]
     ) -> Program:
@@ -277,10 +282,7 @@ class Plan:
             groups=groups,
             tensors={name: tensors[name] for name in as_sent(method, self.vit, self.values) if name in tensors},
             graphs=graphs,
-            train=tuple(
-                _private(_with_codec(phase, self.config.updates.features), privacy)
-                for phase in phases_of(method, self.vit)
-            ),
+            train=self.phases_of(method),
             evaluate=self._evaluate(method),
             batch=batch,
             clip_delta=privacy.clip if privacy.noise_multiplier and not self.config.secure else None,

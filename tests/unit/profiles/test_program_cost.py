@@ -1,13 +1,22 @@
 """What follows from a Program and its graphs: every figure here is derived by hand."""
 
-from typing import Any
+import tracemalloc
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnxruntime import InferenceSession
 
+from coordinator.compute.planning.planner import make_plan
+from coordinator.config import RunConfig
+from edge_client.work.sampler import make_sampler
+from edge_client.work.steps import Graph, SummedSteps
+from fedvit.blobs import BlobStore
+from fedvit.models import SMALL
 from fedvit.program import (
     Batch,
     Collect,
@@ -24,6 +33,7 @@ from fedvit.tensors import pack
 from profiles.cost import GraphCost, NodeCost, Product
 from profiles.prediction import MemoryPhase, ProductWork, ProgramCost
 from profiles.program_cost import ARENA_SLACK, LOADED_PER_NODE_BYTES, PricedProgram
+from tests.support.tiny import TINY_MODEL
 
 DIGEST = "blake3:" + "0" * 64
 IMAGE_BYTES = 3 * 32**2
@@ -244,12 +254,16 @@ def test_bytes_are_those_of_packed_tensors() -> None:
     assert cost_of(made).bytes_once == 700 + 50 + 300 + len(encode_program(made)) + first
 
 
-@pytest.mark.parametrize(("threshold", "count"), [(1.0, 20), (0.5, 10), (0.25, 5), (1.5, 20)])
-def test_features_are_part_of_the_upload(threshold: float, count: int) -> None:
-    """Of equally many images of each class the sampler takes the share `threshold`, but no image twice; each with its
-    label."""
-    collect = Collect("features.2", (5, 32), threshold)
-    cost = cost_of(program(of(collect=collect)))
+@pytest.mark.parametrize("epochs", [1, 2, 5])
+@pytest.mark.parametrize("threshold", [0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("kind", ["median", "balanced"])
+def test_features_are_part_of_the_upload(kind: Literal["median", "balanced"], threshold: float, epochs: int) -> None:
+    """As many as the device's sampler takes of two classes with 12 images each; each with its label."""
+    collect = Collect("features.2", (5, 32), threshold, sampler=kind)
+    cost = cost_of(program(of(collect=collect, epochs=epochs)), images=24)
+    sampler = make_sampler(collect, np.arange(24) % 2, epochs, np.random.default_rng(0))
+    rows, readable = np.arange(24), np.ones(24, np.bool_)
+    count = sum(len(sampler.positions(epoch, rows, readable)) for epoch in range(epochs))
     sent = {name: np.zeros(TENSORS[name].shape, np.float32) for name in ("blocks.0.weight", "blocks.0.bias")}
     features = {"features.2": np.zeros((count, 5, 32), np.float32), "labels": np.zeros(count, np.int64)}
     assert cost.bytes_up == len(pack({**sent, **features}))
@@ -315,6 +329,32 @@ def test_memory_of_an_evaluation() -> None:
 )
 def test_copies_of_what_is_trained(phase: Train, copies: int) -> None:
     assert memory(cost_of(program(phase)))["train"]["trained"] == copies * 4 * (SHARED + LOCAL)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_trained_memory_is_what_a_device_allocates(bits: int, tmp_path: Path) -> None:
+    """Slots of 8 bits have codes, scales and one unpacked piece each."""
+    config = RunConfig(
+        method="fedavg", options={"optimizer": "adamw", "optimizer_bits": bits}, model=SMALL,
+        model_options={**TINY_MODEL, "width": 128},
+    )  # fmt: skip
+    plan = make_plan(config, ("a", "b"), BlobStore(tmp_path))
+    variant = plan.first
+    [phase] = variant.program.train
+    graph, update = (
+        Graph(InferenceSession(plan.blobs.get(variant.program.graphs[str(name)].digest)))
+        for name in (phase.graph, phase.update)
+    )
+    facts = {"fact/class_counts": np.zeros(2, np.float32)}
+    tracemalloc.start()
+    steps = SummedSteps(graph, variant.program, phase, plan.values, plan.values, facts, update=update)
+    allocated_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert steps.count == 0
+    trained = memory(variant.priced.cost(images=20, test_images=6))["train"]["trained"]
+    assert trained == pytest.approx(allocated_bytes, rel=0.03)
+    numbers = variant.priced.cost(images=20, test_images=6).parameters_trained
+    assert (trained < 0.9 * 4 * 4 * numbers) is (bits == 8)
 
 
 def test_the_phase_that_moves_most_decides() -> None:

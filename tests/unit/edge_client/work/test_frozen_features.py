@@ -13,8 +13,10 @@ from edge_client.sandbox.launcher import Launcher
 from edge_client.sandbox.sandbox import Sandbox
 from edge_client.storage.feature_file import count_record_bytes
 from edge_client.storage.features import FeatureFolder
+from edge_client.work import frozen_features
 from edge_client.work.runtime import GraphRunner, Runtime, Seeds, Trained
 from fedvit.data.folder import DeviceData, Split
+from fedvit.data.images import DECODING
 from tests.support.agents import SILENT, assert_same_bits
 from tests.support.features import cut_all
 from tests.support.settings import Setting
@@ -110,6 +112,18 @@ def test_a_changed_image_has_new_features(
     Image.fromarray(noise).save(own.train.paths[0])
     changed = DeviceData.open(own.folder).relabel(own.classes)
     assert_close(train(setting, changed.train, folder), train(setting, changed.train))
+
+
+def test_images_that_are_decoded_in_another_way_have_new_features(
+    settings: Mapping[str, Setting], own: DeviceData, folder: FeatureFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an update no old feature is in a batch with new ones."""
+    setting = settings["fed_head"]
+    first = train(setting, own.train, folder)
+    known = train(setting, own.train, folder)
+    monkeypatch.setattr(frozen_features, "DECODING", f"{DECODING}, another way")
+    again = train(setting, own.train, folder)
+    assert known.flops < again.flops == first.flops
 
 
 def test_other_weights_have_other_features(

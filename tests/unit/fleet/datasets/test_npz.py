@@ -86,6 +86,17 @@ def test_more_than_the_memory_is_refused(tmp_path: Path) -> None:
         read_npz(path, 4)
 
 
+@pytest.mark.parametrize(("images", "labels"), [("x_train", "y_train"), ("train_images", "train_labels")])
+def test_an_array_that_says_more_than_it_has_is_refused(tmp_path: Path, images: str, labels: str) -> None:
+    """400 bytes whose header says 32 TiB, for both readers of such files."""
+    path = write(tmp_path / "a.npz", **{labels: np.zeros(1, np.int64)})
+    with zipfile.ZipFile(path, "a") as archive, archive.open(f"{images}.npy", "w") as file:
+        header = {"descr": "|u1", "fortran_order": False, "shape": (1 << 35, 32, 32)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(DataError, check=has_code("FV2010", f"a.npz: {images} has 128 bytes")):
+        read_samples(str(path), 4)
+
+
 def test_other_files_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "b.npz").write_bytes(b"no archive")
     assert not is_npz(tmp_path / "b.npz")

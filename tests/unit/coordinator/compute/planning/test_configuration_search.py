@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -361,6 +362,19 @@ def test_memory_is_saved_by_fewer_images_at_a_time_first(bench: Callable[[str], 
     assert sizes[0] < sizes[-1] < 16
 
 
+def test_an_optimizer_with_8_bits_fits_a_budget_that_32_exceed(configure: Configure, tmp_path: Path) -> None:
+    options = {"optimizer": "adamw", "momentum": 0.0, "batch_size": 8, "micro_batch": 1, "recompute": True}
+    config = configure("fedavg", options, model_options={**MODEL, "width": 128}, budget={"memory_budget": "1GB"})
+    plan = make_plan(config, ("a", "b"), BlobStore(tmp_path))
+    made = Bench(plan.method, plan.search)
+    smaller = Bench(replace(plan.method, optimizer_bits=8), plan.search)
+    asked, least = (each.asked()["memory"] for each in (made, smaller))
+    assert least < 0.98 * asked
+    method, choice = made.find(limit("memory", (asked + least) / 2))
+    assert choice.chosen.changes == {"optimizer_bits": 8, "micro_batch": 1}
+    assert method == smaller.method
+
+
 def test_a_method_that_takes_its_batch_as_a_whole_gets_a_smaller_one(bench: Callable[[str], Bench]) -> None:
     made = bench("apfl")
     method, choice = made.find(limit("memory", 0.99 * made.asked()["memory"]))
@@ -403,6 +417,18 @@ def test_devices_of_one_run_get_different_forms(bench: Callable[[str], Bench]) -
     }
     assert given == {"fast": 3, "slow": 1, "rich": 2}
     assert {method.as_traced() for method in made.search.priced} == priced
+
+
+@pytest.mark.parametrize("updates", [{}, {"features": "int8"}])
+def test_a_candidate_costs_what_its_program_does(updates: dict[str, str], configure: Configure, tmp_path: Path) -> None:
+    """Several epochs share the graphs of one, but not the phases; features are sent with the run's codec."""
+    plan = make_plan(configure("eftvit", {"epochs": 2}, updates=updates), ("a", "b"), BlobStore(tmp_path))
+    for method in (plan.method, replace(plan.method, epochs=5)):
+        ours, real = (priced.cost(images=300, test_images=60) for priced in (
+            plan.search.program_of(method), plan.priced(method),
+        ))  # fmt: skip
+        assert ours == real
+        assert ours.bytes_up
 
 
 def test_what_the_server_has_not_is_not_given_up(bench: Callable[[str], Bench]) -> None:

@@ -112,7 +112,15 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
 
 def count_upload_bytes(program: Program, images: int) -> int:
     """Return how many bytes a training's result takes at most, without names, for a device with so many images."""
+    # `MedianSampler` chooses `threshold` medians of a class, and half of the classes have the median or more; a class
+    # with fewer is chosen in each epoch
+    most_rows = [
+        math.ceil(images * min(phase.epochs, max(1.0, 2 * phase.collect.threshold)))
+        for phase in program.train
+        if phase.collect
+    ]
+    rows = max(most_rows, default=0)
     return 4 * program.count_summed() + sum(
-        math.prod(images if size is None else size for size in shape) * np.dtype(dtype).itemsize
+        math.prod(rows if size is None else size for size in shape) * np.dtype(dtype).itemsize
         for shape, dtype in program.upload_form().values()
     )

@@ -122,7 +122,7 @@ class Ledger:
     def note_sum(self, sum_id: SumId, cohort: int, sent: Manifest) -> None:
         """Write the line of a result that leaves with masks, unless it has one. `cohort`: devices of the sum."""
         # with the digest: a round that comes back has other numbers, and counts its attempts anew
-        key = f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum {sum_id.attempt}/{sent.digest}"
+        key = f"{_name_sum(sum_id)}{sum_id.attempt}/{sent.digest}"
         with self._lock:
             self._open()
             if key not in self._keys:
@@ -138,6 +138,14 @@ class Ledger:
                         key=key,
                     )
                 )
+
+    def list_other_attempts(self, sum_id: SumId) -> list[str]:
+        """Return the digests of what left with masks in other attempts at a sum."""
+        name = _name_sum(sum_id)
+        with self._lock:
+            self._open()
+            sent = [key.removeprefix(name).split("/") for key in self._keys if key.startswith(name)]
+        return [digest for attempt, digest in sent if attempt != str(sum_id.attempt)]
 
     def note_hello(self, hello: Hello) -> None:
         """Write the line of a hello whose numbers of images or classes differ from the newest one."""
@@ -239,6 +247,11 @@ class Ledger:
 
 def _key(result: Result) -> str:
     return f"{result.run}/{result.round}/{result.kind}/{result.upload.digest if result.upload else result.task}"
+
+
+def _name_sum(sum_id: SumId) -> str:
+    """Return the beginning of the keys of all attempts at a sum."""
+    return f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum "
 
 
 def _describe_upload(result: Result, program: Program | None) -> tuple[str, float | None]:

@@ -80,8 +80,9 @@ class Ledger:
     def read(self, since_s: float = 0.0) -> Iterator[LedgerLine]:
         """Yield the lines since a time, the oldest first. Incomplete ones, after a power cut, are passed over."""
         for name in (OLD_FILE, LEDGER_FILE):
-            with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
-                for raw in file:
+            file = self.folder / name
+            with name_failure(f"cannot read {file}"), contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+                for raw in lines:
                     with contextlib.suppress(ValueError):  # of msgspec, or no UTF-8
                         line = msgspec.json.decode(raw, type=LedgerLine)
                         if line.time_s >= since_s:
@@ -203,12 +204,15 @@ class Ledger:
         """Take the lines of earlier processes into account, once."""
         if self._is_open:
             return
-        self._is_open = True
+        for kept in (self._keys, self._sent, self._refused):  # of an attempt that failed
+            kept.clear()
         for line in self.read():
             self._take(line)
-        with contextlib.suppress(FileNotFoundError), (self.folder / LEDGER_FILE).open("r+b") as file:
-            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-                file.write(b"\n")  # the process ended while it wrote the last line
+        file = self.folder / LEDGER_FILE
+        with name_failure(f"cannot write {file}"), contextlib.suppress(FileNotFoundError), file.open("r+b") as lines:
+            if lines.seek(0, os.SEEK_END) and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n":
+                lines.write(b"\n")  # the process ended while it wrote the last line
+        self._is_open = True
 
     def _take(self, line: LedgerLine) -> None:
         if line.key:

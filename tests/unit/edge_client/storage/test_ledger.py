@@ -1,5 +1,6 @@
 """The ledger: a line for each thing that left, on the disk before it is sent, and once also after kill -9."""
 
+import errno
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -94,6 +96,30 @@ def test_a_line_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b"one", b"\xefne"))
     Ledger(tmp_path).note_refusal(task(), "three")
     assert [line.reason for line in Ledger(tmp_path).read()] == ["two", "three"]
+
+
+@pytest.mark.parametrize("failing", ["rb", "r+b"])
+def test_lines_that_could_not_be_read_once_count_and_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    for number in (1, 2):
+        Ledger(tmp_path).note_result(result(number, size=75), None)
+    opened = Path.open
+
+    def fail_once(path: Path, mode: str) -> IO[Any]:
+        if mode != failing:
+            return opened(path, mode)
+        monkeypatch.undo()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ledger = Ledger(tmp_path)
+    monkeypatch.setattr(Path, "open", fail_once)
+    with pytest.raises(StorageFailed, match="Input/output error"):
+        ledger.wait_s(75, 200)
+    assert ledger.wait_s(75, 200) > 0
+    assert ledger.wait_s(50, 200) == 0
+    ledger.note_result(result(2, size=75), None)
+    assert len(list(ledger.read())) == 2
 
 
 def test_two_files_bound_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

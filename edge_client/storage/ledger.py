@@ -29,8 +29,9 @@ LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
 MAX_FILE_BYTES = 4_000_000
 KEYS_KEPT = 1000
 """Newest results whose sending again is recognised."""
-REFUSALS_A_DAY = 1000
-"""Lines of refused tasks in 24 hours: more would let a coordinator fill the ledger."""
+LINES_A_DAY = 1500
+"""Lines of each kind in `COUNTED` in 24 hours: more would let a coordinator push out lines of results. A device that
+answers pictures reports once a minute."""
 MOST_A_DAY = 100_000
 """Results of 24 hours whose bytes are summed: one a second."""
 MAX_TEXT = 500
@@ -48,6 +49,9 @@ Kind = Literal[
     "failure log",
     "refused",
 ]
+
+
+COUNTED: tuple[Kind, ...] = ("model counts", "failure log", "refused")
 
 
 class LedgerLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,9 +75,9 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._keys: deque[str] = deque(maxlen=KEYS_KEPT)
-        self._sent: deque[tuple[float, int]] = deque()  # (time, bytes) of results, newest last
-        self._refused: deque[float] = deque()  # times of refusals
-        self._hello = ""  # the newest
+        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_A_DAY)  # (time, bytes) of results, newest last
+        self._times: dict[Kind, deque[float]] = {kind: deque(maxlen=LINES_A_DAY) for kind in COUNTED}
+        self._newest: dict[Kind, str] = {}  # text of the newest line of each kind
         self._is_open = False
         self._lock = threading.RLock()
 
@@ -154,35 +158,35 @@ class Ledger:
         what = f"{hello.train_samples} + {hello.test_samples} images, {classes}"[:MAX_TEXT]
         with self._lock:
             self._open()
-            if what != self._hello:
+            if what != self._newest.get("hello counts"):
                 line = LedgerLine(time_s=time.time(), kind="hello counts", what=what, bytes=len(encode(hello)))
                 self._add(line, durable=False)
 
     def note_models(self, report: ModelReport) -> None:
-        """Write the line of a report of the device's models."""
+        """Write the line of a report of the device's models whose numbers differ from the newest one."""
         what = f"{format_count(len(report.states), 'model')}, {format_count(report.answered, 'picture')} answered"
         what += ", drift" if report.has_drifted else ""
         line = LedgerLine(time_s=time.time(), kind="model counts", what=what, bytes=len(encode(report)))
         with self._lock:
             self._open()
-            self._add(line, durable=False)
+            if what != self._newest.get(line.kind):
+                self._add_counted(line, durable=False)
 
-    def note_log(self, task: Task | Result, log: str) -> None:
-        """Write the line of a log that is sent with the failure of a task."""
+    def note_log(self, task: Task | Result, log: str) -> bool:
+        """Write the line of a log that is sent with the failure of a task; False after very many in 24 hours."""
         what, size = format_count(len(log.splitlines()), "line"), len(log.encode())
         line = LedgerLine(time_s=time.time(), kind="failure log", run=task.run, round=task.round, what=what, bytes=size)
         with self._lock:
             self._open()
-            self._add(line)
+            return self._add_counted(line)
 
     def note_refusal(self, task: Task, reason: str) -> None:
         """Write the line of a task that was refused or stopped; of very many in 24 hours the first ones only."""
-        now_s = time.time()
-        line = LedgerLine(time_s=now_s, kind="refused", run=task.run, round=task.round, reason=reason[:MAX_TEXT])
+        reason = reason[:MAX_TEXT]
+        line = LedgerLine(time_s=time.time(), kind="refused", run=task.run, round=task.round, reason=reason)
         with self._lock:
             self._open()
-            if sum(at_s > now_s - DAY_S for at_s in self._refused) < REFUSALS_A_DAY:
-                self._add(line)
+            self._add_counted(line)
 
     def wait_s(self, wanted: int, most: int) -> float:
         """Return after how many seconds `wanted` more bytes fit into the `most` of 24 hours; infinity: never."""
@@ -204,8 +208,10 @@ class Ledger:
         """Take the lines of earlier processes into account, once."""
         if self._is_open:
             return
-        for kept in (self._keys, self._sent, self._refused):  # of an attempt that failed
-            kept.clear()
+        self._keys.clear()  # of an attempt that failed
+        self._sent.clear()
+        for times in self._times.values():
+            times.clear()
         for line in self.read():
             self._take(line)
         file = self.folder / LEDGER_FILE
@@ -218,13 +224,17 @@ class Ledger:
         if line.key:
             self._keys.append(line.key)
             self._sent.append((line.time_s, line.bytes))
-        elif line.kind == "hello counts":
-            self._hello = line.what
-        elif line.kind == "refused":
-            self._refused.append(line.time_s)
-        for times in (self._sent, self._refused):
-            while len(times) > MOST_A_DAY:
-                times.popleft()
+        elif line.kind in self._times:
+            self._times[line.kind].append(line.time_s)
+        self._newest[line.kind] = line.what
+
+    def _add_counted(self, line: LedgerLine, *, durable: bool = True) -> bool:
+        """Write a line, unless there are very many of its kind."""
+        times = self._times[line.kind]
+        has_room = sum(abs(at_s - line.time_s) < DAY_S for at_s in times) < LINES_A_DAY
+        if has_room:
+            self._add(line, durable=durable)
+        return has_room
 
     def _add(self, line: LedgerLine, *, durable: bool = True) -> None:
         raw = msgspec.json.encode(line) + b"\n"

@@ -83,6 +83,8 @@ def take_part(settings: DeviceSettings) -> None:
     sensors = Sensors.find()
     tracing = open_tracing("fedvit-device")
     agent = build_agent(settings, endpoint._replace(device=device), state, images, sensors, launcher, tracing)
+    for what in images.damaged:
+        agent.storage.integrity.report(what)
     stop = stop_on_signals()
     log_images(device, images)
     loop = LoopWatch(TICK_S, notifier.alive)

@@ -101,8 +101,8 @@ class Answers:
         """Report with the last lines of the log why a task failed, or why its result cannot be sent."""
         lines = self._failure_text.recent_log()
         try:
-            if lines:
-                self._ledger.note_log(task, lines)
+            if lines and not self._ledger.note_log(task, lines):
+                lines = ""
         except StorageFailed:  # nothing leaves the device without a line
             lines = ""
         why = self._failure_text.hide(reason)[:500]

@@ -29,8 +29,9 @@ LEDGER_FILE, OLD_FILE = "ledger.jsonl", "ledger.1.jsonl"
 MAX_FILE_BYTES = 4_000_000
 KEYS_KEPT = 1000
 """Newest results whose sending again is recognised."""
-REFUSALS_A_DAY = 1000
-"""Lines of refused tasks in 24 hours: more would let a coordinator fill the ledger."""
+LINES_A_DAY = 1500
+"""Lines of each kind in `COUNTED` in 24 hours: more would let a coordinator push out lines of results. A device that
+answers pictures reports once a minute."""
 MOST_A_DAY = 100_000
 """Results of 24 hours whose bytes are summed: one a second."""
 MAX_TEXT = 500
@@ -48,6 +49,9 @@ Kind = Literal[
     "failure log",
     "refused",
 ]
+
+
+COUNTED: tuple[Kind, ...] = ("model counts", "failure log", "refused")
 
 
 class LedgerLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,17 +75,18 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._keys: deque[str] = deque(maxlen=KEYS_KEPT)
-        self._sent: deque[tuple[float, int]] = deque()  # (time, bytes) of results, newest last
-        self._refused: deque[float] = deque()  # times of refusals
-        self._hello = ""  # the newest
+        self._sent: deque[tuple[float, int]] = deque(maxlen=MOST_A_DAY)  # (time, bytes) of results, newest last
+        self._times: dict[Kind, deque[float]] = {kind: deque(maxlen=LINES_A_DAY) for kind in COUNTED}
+        self._newest: dict[Kind, str] = {}  # text of the newest line of each kind
         self._is_open = False
         self._lock = threading.RLock()
 
     def read(self, since_s: float = 0.0) -> Iterator[LedgerLine]:
         """Yield the lines since a time, the oldest first. Incomplete ones, after a power cut, are passed over."""
         for name in (OLD_FILE, LEDGER_FILE):
-            with contextlib.suppress(FileNotFoundError), (self.folder / name).open("rb") as file:
-                for raw in file:
+            file = self.folder / name
+            with name_failure(f"cannot read {file}"), contextlib.suppress(FileNotFoundError), file.open("rb") as lines:
+                for raw in lines:
                     with contextlib.suppress(ValueError):  # of msgspec, or no UTF-8
                         line = msgspec.json.decode(raw, type=LedgerLine)
                         if line.time_s >= since_s:
@@ -122,7 +127,7 @@ class Ledger:
     def note_sum(self, sum_id: SumId, cohort: int, sent: Manifest) -> None:
         """Write the line of a result that leaves with masks, unless it has one. `cohort`: devices of the sum."""
         # with the digest: a round that comes back has other numbers, and counts its attempts anew
-        key = f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum {sum_id.attempt}/{sent.digest}"
+        key = f"{_name_sum(sum_id)}{sum_id.attempt}/{sent.digest}"
         with self._lock:
             self._open()
             if key not in self._keys:
@@ -139,41 +144,49 @@ class Ledger:
                     )
                 )
 
+    def list_other_attempts(self, sum_id: SumId) -> list[str]:
+        """Return the digests of what left with masks in other attempts at a sum."""
+        name = _name_sum(sum_id)
+        with self._lock:
+            self._open()
+            sent = [key.removeprefix(name).split("/") for key in self._keys if key.startswith(name)]
+        return [digest for attempt, digest in sent if attempt != str(sum_id.attempt)]
+
     def note_hello(self, hello: Hello) -> None:
         """Write the line of a hello whose numbers of images or classes differ from the newest one."""
         classes = f"{format_count(len(hello.classes), 'class')}: {', '.join(hello.classes)}"
         what = f"{hello.train_samples} + {hello.test_samples} images, {classes}"[:MAX_TEXT]
         with self._lock:
             self._open()
-            if what != self._hello:
+            if what != self._newest.get("hello counts"):
                 line = LedgerLine(time_s=time.time(), kind="hello counts", what=what, bytes=len(encode(hello)))
                 self._add(line, durable=False)
 
     def note_models(self, report: ModelReport) -> None:
-        """Write the line of a report of the device's models."""
+        """Write the line of a report of the device's models whose numbers differ from the newest one."""
         what = f"{format_count(len(report.states), 'model')}, {format_count(report.answered, 'picture')} answered"
         what += ", drift" if report.has_drifted else ""
         line = LedgerLine(time_s=time.time(), kind="model counts", what=what, bytes=len(encode(report)))
         with self._lock:
             self._open()
-            self._add(line, durable=False)
+            if what != self._newest.get(line.kind):
+                self._add_counted(line, durable=False)
 
-    def note_log(self, task: Task | Result, log: str) -> None:
-        """Write the line of a log that is sent with the failure of a task."""
+    def note_log(self, task: Task | Result, log: str) -> bool:
+        """Write the line of a log that is sent with the failure of a task; False after very many in 24 hours."""
         what, size = format_count(len(log.splitlines()), "line"), len(log.encode())
         line = LedgerLine(time_s=time.time(), kind="failure log", run=task.run, round=task.round, what=what, bytes=size)
         with self._lock:
             self._open()
-            self._add(line)
+            return self._add_counted(line)
 
     def note_refusal(self, task: Task, reason: str) -> None:
         """Write the line of a task that was refused or stopped; of very many in 24 hours the first ones only."""
-        now_s = time.time()
-        line = LedgerLine(time_s=now_s, kind="refused", run=task.run, round=task.round, reason=reason[:MAX_TEXT])
+        reason = reason[:MAX_TEXT]
+        line = LedgerLine(time_s=time.time(), kind="refused", run=task.run, round=task.round, reason=reason)
         with self._lock:
             self._open()
-            if sum(at_s > now_s - DAY_S for at_s in self._refused) < REFUSALS_A_DAY:
-                self._add(line)
+            self._add_counted(line)
 
     def wait_s(self, wanted: int, most: int) -> float:
         """Return after how many seconds `wanted` more bytes fit into the `most` of 24 hours; infinity: never."""
@@ -195,24 +208,33 @@ class Ledger:
         """Take the lines of earlier processes into account, once."""
         if self._is_open:
             return
-        self._is_open = True
+        self._keys.clear()  # of an attempt that failed
+        self._sent.clear()
+        for times in self._times.values():
+            times.clear()
         for line in self.read():
             self._take(line)
-        with contextlib.suppress(FileNotFoundError), (self.folder / LEDGER_FILE).open("r+b") as file:
-            if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read())[1] != b"\n":
-                file.write(b"\n")  # the process ended while it wrote the last line
+        file = self.folder / LEDGER_FILE
+        with name_failure(f"cannot write {file}"), contextlib.suppress(FileNotFoundError), file.open("r+b") as lines:
+            if lines.seek(0, os.SEEK_END) and (lines.seek(-1, os.SEEK_END), lines.read())[1] != b"\n":
+                lines.write(b"\n")  # the process ended while it wrote the last line
+        self._is_open = True
 
     def _take(self, line: LedgerLine) -> None:
         if line.key:
             self._keys.append(line.key)
             self._sent.append((line.time_s, line.bytes))
-        elif line.kind == "hello counts":
-            self._hello = line.what
-        elif line.kind == "refused":
-            self._refused.append(line.time_s)
-        for times in (self._sent, self._refused):
-            while len(times) > MOST_A_DAY:
-                times.popleft()
+        elif line.kind in self._times:
+            self._times[line.kind].append(line.time_s)
+        self._newest[line.kind] = line.what
+
+    def _add_counted(self, line: LedgerLine, *, durable: bool = True) -> bool:
+        """Write a line, unless there are very many of its kind."""
+        times = self._times[line.kind]
+        has_room = sum(abs(at_s - line.time_s) < DAY_S for at_s in times) < LINES_A_DAY
+        if has_room:
+            self._add(line, durable=durable)
+        return has_room
 
     def _add(self, line: LedgerLine, *, durable: bool = True) -> None:
         raw = msgspec.json.encode(line) + b"\n"
@@ -239,6 +261,11 @@ class Ledger:
 
 def _key(result: Result) -> str:
     return f"{result.run}/{result.round}/{result.kind}/{result.upload.digest if result.upload else result.task}"
+
+
+def _name_sum(sum_id: SumId) -> str:
+    """Return the beginning of the keys of all attempts at a sum."""
+    return f"{sum_id.run}/{sum_id.round}/{sum_id.kind}/sum "
 
 
 def _describe_upload(result: Result, program: Program | None) -> tuple[str, float | None]:

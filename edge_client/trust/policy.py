@@ -10,7 +10,7 @@ import numpy as np
 from edge_client.storage.ledger import Ledger
 from edge_client.trust.known_graphs import check_known, read_publisher
 from fedvit.errors import ConfigError, NotAllowed
-from fedvit.policy import POLICY_FILE, Policy, find_needs, make_policy, parse_policy, read_policy_file
+from fedvit.policy import POLICY_FILE, Policy, SendPolicy, find_needs, make_policy, parse_policy, read_policy_file
 from fedvit.program import Program
 from fedvit.quantities import format_bytes, format_seconds
 from fedvit.wire.messages import Task
@@ -102,17 +102,29 @@ def check_policy(policy: Policy, program: Program, task: Task, *, ledger: Ledger
         if needs.features and needs.find_denial((), send.least_mask):
             why = f"policy: min_mask = {send.min_mask:g}, and the features leave out {needs.mask:.3g} of the patches"
             raise NotAllowed("FV1432", why, NEVER_S)
-    if (most := send.max_bytes_per_day) is not None:
-        wanted = count_upload_bytes(program, images) if task.kind == "train" else 0
-        if wait_s := ledger.wait_s(wanted, most):
-            room = "never has room" if wait_s == math.inf else f"has room again in {format_seconds(wait_s)}"
-            why = f"policy: max_bytes_per_day = {format_bytes(most)} {room} for {format_bytes(wanted)}"
-            raise NotAllowed("FV1432", why, min(wait_s, NEVER_S))
+    check_bytes_of_day(send, ledger, count_upload_bytes(program, images) if task.kind == "train" else 0)
+
+
+def check_bytes_of_day(send: SendPolicy, ledger: Ledger, wanted: int) -> None:
+    """Raise NotAllowed if so many bytes more do not fit into those that the policy allows in 24 hours."""
+    most = send.max_bytes_per_day
+    if most is not None and (wait_s := ledger.wait_s(wanted, most)):
+        room = "never has room" if wait_s == math.inf else f"has room again in {format_seconds(wait_s)}"
+        why = f"policy: max_bytes_per_day = {format_bytes(most)} {room} for {format_bytes(wanted)}"
+        raise NotAllowed("FV1432", why, min(wait_s, NEVER_S))
 
 
 def count_upload_bytes(program: Program, images: int) -> int:
     """Return how many bytes a training's result takes at most, without names, for a device with so many images."""
+    # `MedianSampler` chooses `threshold` medians of a class, and half of the classes have the median or more; a class
+    # with fewer is chosen in each epoch
+    most_rows = [
+        math.ceil(images * min(phase.epochs, max(1.0, 2 * phase.collect.threshold)))
+        for phase in program.train
+        if phase.collect
+    ]
+    rows = max(most_rows, default=0)
     return 4 * program.count_summed() + sum(
-        math.prod(images if size is None else size for size in shape) * np.dtype(dtype).itemsize
+        math.prod(rows if size is None else size for size in shape) * np.dtype(dtype).itemsize
         for shape, dtype in program.upload_form().values()
     )

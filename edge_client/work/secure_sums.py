@@ -14,11 +14,14 @@ import msgspec
 from edge_client.link.device_link import DeviceLink
 from edge_client.link.identity import Identity
 from edge_client.storage.device_storage import DeviceStorage
+from edge_client.trust.policy import check_bytes_of_day
 from edge_client.work.task_executor import BackgroundWork
 from fedvit.errors import FedvitError, NotAllowed
 from fedvit.policy import SendPolicy
+from fedvit.quantities import format_bytes
 from fedvit.secure.attempt import Attempt, begin_attempt
 from fedvit.secure.layout import Layout, find_rounding_seeds, make_vector
+from fedvit.secure.vectors import count_bytes
 from fedvit.tensors import Tensors
 from fedvit.wire.messages import (
     SumAsk,
@@ -165,8 +168,11 @@ class SecureSums:
         """Begin to add the masks to a result."""
         invite, events = part.attempt.invite, self._link.transport.inbox
         sum_id = invite.sum
+        payload = self._read_payload(invite)
+        if part.attempt.inbox is None:  # else it had room before, and is given again
+            self._make_room(invite, payload)
         part.take_inbox(inbox)  # from now on the payload stays
-        payload, noise = self._read_payload(invite), part.share_noise()
+        noise = part.share_noise()
         # not that of the newest task: another rounding would be another payload
         seeds = find_rounding_seeds(part.attempt.rounding_seed, sum_id.round, self._link.identity.device)
         self._at_work = sum_id
@@ -179,6 +185,20 @@ class SecureSums:
                 events.put(Masked(sum_id, b"", 0, error))
 
         self._begin(work, f"mask-{sum_id.kind}-{sum_id.round}")
+
+    def _make_room(self, invite: SumInvite, payload: Tensors) -> None:
+        """Remove what other attempts have sent. Raise NotAllowed or OverBudget if this one is beyond the limits."""
+        storage, most = self._storage, self._policy.upload
+        layout = Layout.of_payload(invite.sum.kind, payload)
+        size = count_bytes(layout.words, layout.exact, invite.terms.bits)
+        if most is not None and size > most:
+            why = f"policy: upload = {format_bytes(most)}, and the result has {format_bytes(size)} with its masks"
+            raise NotAllowed("FV1432", why)
+        check_bytes_of_day(self._policy, storage.ledger, size)
+        for digest in storage.ledger.list_other_attempts(invite.sum):
+            self._link.exchange.stop_sending(digest)
+            storage.blobs.path(digest).unlink(missing_ok=True)
+        storage.disk.make_room(invite.sum.run, lambda: size)
 
     def _refuse(self, sum_id: SumId, error: Exception) -> None:
         log.warning("not in a secure sum", extra={"round": sum_id.round, "kind": sum_id.kind, "reason": str(error)})

@@ -173,5 +173,5 @@ def _read(file: Path, kind: type[Kind]) -> Kind:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError("FV1702", f"{file} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadPayload("FV1704", f"{file} is damaged: {error}") from error

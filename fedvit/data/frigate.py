@@ -104,7 +104,7 @@ def _read_events(folder: Path) -> dict[str, FrigateEvent]:
         return {}
     except OSError as error:
         raise DataError("FV1702", f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError("FV1437", f"{file}: {error}; it must be the answer of Frigate's /api/events") from error
     return {event.id: event for event in found}
 

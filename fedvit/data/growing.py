@@ -1,5 +1,6 @@
 """A device's folder of images that grows while the device takes part in runs."""
 
+import contextlib
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Protocol
 from fedvit.data.folder import DeviceData
 from fedvit.data.images import DECODED_BYTES
 from fedvit.data.split import KeptSplit, RandomSplit
+from fedvit.errors import StorageFailed
 from fedvit.resources import IMAGE_CACHE_BYTES
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,8 @@ class GrowingFolder:
     """The images of a folder: `data` as it was when `look` was last called.
 
     Which image tests is kept in `split_file` from the first start on, so that images that come or go never move
-    another one from training to testing. Raises DataError as `DeviceData.open`, and StorageFailed.
+    another one from training to testing. Raises DataError as `DeviceData.open`, StorageFailed, and Damaged if that file
+    and its copy are.
     """
 
     def __init__(
@@ -49,7 +52,11 @@ class GrowingFolder:
         self._test_share = test_share
         self._cache_bytes = cache_bytes
         self._decoded_bytes = decoded_bytes
-        self._split = KeptSplit.load(split_file, test_share)
+        self.damaged: list[str] = []  # files of the split
+        self._split = KeptSplit.load(split_file, test_share, self.damaged.append)
+        if self._split:
+            with contextlib.suppress(StorageFailed):  # a device with a full disk starts, too
+                self._split.save(split_file)  # that of an older version has no digest and no copy
         self._logged: set[tuple[Path, str]] = set()
         self.data = self._open(None, None)
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -11,10 +11,12 @@ import msgspec
 import numpy as np
 
 from fedvit.data.images import Flags, Indices
-from fedvit.errors import ConfigError
-from fedvit.files import atomic_write, storage_failed
+from fedvit.errors import ConfigError, Damaged
+from fedvit.files import atomic_write, name_failure, storage_failed
 
 log = logging.getLogger(__name__)
+
+_MARK = b',"digest":'
 
 
 def split_train_test(
@@ -69,20 +71,39 @@ class KeptSplit(msgspec.Struct, frozen=True):
     exceptions: frozenset[str] = frozenset()  # digests of names, so that the file says nothing about the images
 
     @classmethod
-    def load(cls, file: Path, test_share: float) -> Self | None:
-        """The split in a file; None if there is none, it was made for another share, or it is damaged."""
-        try:
-            kept = msgspec.json.decode(file.read_bytes(), type=cls)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise storage_failed(f"cannot read {file}", error) from error
-        except msgspec.MsgspecError as error:
-            log.warning(
-                "the kept split is damaged: images are split anew", extra={"file": str(file), "reason": str(error)}
-            )
-            return None
-        return kept if kept.test_share == test_share else None
+    def load(cls, file: Path, test_share: float, report: Callable[[str], object] = str) -> Self | None:
+        """The split in a file, or else in its copy; None if there is none, or it was made for another share.
+
+        A damaged file is logged, and its description passed to `report`. Raises Damaged if both are, StorageFailed.
+        """
+        damaged = []
+        for each in _list_files(file):
+            try:
+                kept = cls._decode(each.read_bytes())
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise storage_failed(f"cannot read {each}", error) from error
+            except (msgspec.MsgspecError, ValueError) as error:
+                damaged.append(f"{each} is damaged: {error}")
+                continue
+            for what in damaged:
+                log.error("damaged, its copy is used", extra={"what": what})
+                report(what)
+            return kept if kept.test_share == test_share else None
+        if damaged:
+            both = " and ".join(map(str, _list_files(file)))
+            hint = f"restore it from a backup, or remove {both}: images are split anew"
+            raise Damaged("FV1704", f"{damaged[0]}; {hint}")
+        return None
+
+    @classmethod
+    def _decode(cls, content: bytes) -> Self:
+        """Raises MsgspecError, ValueError for a damaged file. Those of older versions have no digest."""
+        before, mark, _ = content.rpartition(_MARK)
+        if mark and _add_digest(before + b"}") != content:
+            raise ValueError("it does not have its digest")
+        return msgspec.json.decode(content, type=cls)
 
     @classmethod
     def of(cls, train: Iterable[str], test: Iterable[str], test_share: float) -> Self:
@@ -101,9 +122,24 @@ class KeptSplit(msgspec.Struct, frozen=True):
         return (int(digest, 16) < self.test_share * 2**64) != (digest in self.exceptions)
 
     def save(self, file: Path) -> None:
-        """Raises StorageFailed."""
-        atomic_write(file, msgspec.json.encode(self, order="deterministic"))
+        """Write the file and its copy, unless they are as they should be. Raises StorageFailed."""
+        content = _add_digest(msgspec.json.encode(self, order="deterministic"))
+        for each in _list_files(file):
+            with name_failure(f"cannot read {each}"):
+                is_whole = each.is_file() and each.read_bytes() == content
+            if not is_whole:
+                atomic_write(each, content)
 
 
-def _digest(name: str) -> str:
-    return hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
+def _list_files(file: Path) -> tuple[Path, Path]:
+    """Return a file and its copy."""
+    return file, file.with_suffix(".copy.json")
+
+
+def _add_digest(content: bytes) -> bytes:
+    """Add the digest of a JSON object as its last field, which older versions pass over."""
+    return content[:-1] + _MARK + f'"{_digest(content)}"}}'.encode()
+
+
+def _digest(content: str | bytes) -> str:
+    return hashlib.blake2b(os.fsencode(content), digest_size=8).hexdigest()

@@ -86,7 +86,7 @@ def read_settings(folder: Path) -> TextSettings:
         return msgspec.json.decode((folder / SETTINGS).read_bytes(), type=TextSettings)
     except OSError as error:
         raise DataError("FV1702", f"cannot read {folder / SETTINGS}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError("FV1405", f'{folder / SETTINGS}: {error}; expected {{"context": 80, "stride": 80}}') from error
 
 

@@ -1,5 +1,6 @@
 """The ledger: a line for each thing that left, on the disk before it is sent, and once also after kill -9."""
 
+import errno
 import json
 import math
 import os
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from pathlib import Path
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -19,7 +22,7 @@ from edge_client.storage.ledger import DAY_S, LEDGER_FILE, OLD_FILE, Ledger, des
 from fedvit.errors import StorageFailed
 from fedvit.program import Program
 from fedvit.resources import ResourceUse
-from fedvit.wire.messages import Hello, Manifest, Result, Task, TaskKind
+from fedvit.wire.messages import Hello, Manifest, ModelReport, Result, Task, TaskKind
 from tests.support.agents import PROFILE, World
 from tests.support.settings import Setting
 
@@ -96,6 +99,30 @@ def test_a_line_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
     assert [line.reason for line in Ledger(tmp_path).read()] == ["two", "three"]
 
 
+@pytest.mark.parametrize("failing", ["rb", "r+b"])
+def test_lines_that_could_not_be_read_once_count_and_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    for number in (1, 2):
+        Ledger(tmp_path).note_result(result(number, size=75), None)
+    opened = Path.open
+
+    def fail_once(path: Path, mode: str) -> IO[Any]:
+        if mode != failing:
+            return opened(path, mode)
+        monkeypatch.undo()
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ledger = Ledger(tmp_path)
+    monkeypatch.setattr(Path, "open", fail_once)
+    with pytest.raises(StorageFailed, match="Input/output error"):
+        ledger.wait_s(75, 200)
+    assert ledger.wait_s(75, 200) > 0
+    assert ledger.wait_s(50, 200) == 0
+    ledger.note_result(result(2, size=75), None)
+    assert len(list(ledger.read())) == 2
+
+
 def test_two_files_bound_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
     ledger = Ledger(tmp_path)
@@ -106,13 +133,19 @@ def test_two_files_bound_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [line.round for line in ledger.read()][-1] == 99
 
 
-def test_refusals_of_a_day_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "REFUSALS_A_DAY", 3)
-    for _ in range(2):
+def test_lines_that_a_coordinator_can_cause_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINES_A_DAY", 3)
+    for start in range(2):
         ledger = Ledger(tmp_path)
-        for _ in range(5):
+        noted = []
+        for number in range(5):
             ledger.note_refusal(task(), "no" * 1000)
-    assert [len(line.reason) for line in ledger.read()] == [module.MAX_TEXT] * 3
+            noted.append(ledger.note_log(task(), "one\ntwo"))
+            ledger.note_models(ModelReport("i", {}, answered=number))
+        assert noted == [start == 0] * 3 + [False] * 2
+    counts = Counter(line.kind for line in ledger.read())
+    assert counts == {"refused": 3, "failure log": 3, "model counts": 3}
+    assert {len(line.reason) for line in ledger.read() if line.kind == "refused"} == {module.MAX_TEXT}
 
 
 def test_room_of_a_day_comes_back_as_its_results_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,16 @@
 """The owner's policy on the device: where it comes from, and what it refuses."""
 
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from edge_client.storage.ledger import Ledger
 from edge_client.trust.policy import check_policy, check_token_policy, count_upload_bytes, load_policy
+from edge_client.work.sampler import SAMPLERS
 from fedvit.errors import ConfigError, NotAllowed
 from fedvit.policy import Policy, SendPolicy
 from fedvit.resources import ResourceUse
@@ -86,6 +90,34 @@ def test_bytes_of_a_day_are_counted_from_the_ledger(fedavg: Setting, tmp_path: P
     with pytest.raises(NotAllowed, check=has_code("FV1432", "has room again in 24 h")) as raised:
         check(policy, fedavg, ledger)
     assert 86_000 < raised.value.again_s <= 86_400
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("threshold", [0.3, 1.0, 1.7, 20.0])
+def test_features_take_no_more_bytes_than_are_counted_before_the_training(
+    eftvit: Setting, kind: str, threshold: float
+) -> None:
+    [phase] = eftvit.program.train
+    assert phase.collect is not None
+    collect = msgspec.structs.replace(phase.collect, threshold=threshold)
+    row_bytes, draw = 4 * math.prod(collect.shape) + 8, np.random.default_rng(0)
+    cases = [
+        ([1, 10, 10], 10),
+        *((draw.integers(1, 12, classes), epochs) for classes in range(1, 9) for epochs in (1, 2, 9)),
+    ]
+    for counts, epochs in cases:
+        trained = msgspec.structs.replace(phase, epochs=epochs, collect=collect)
+        program, labels = (
+            msgspec.structs.replace(eftvit.program, train=(trained,)),
+            np.repeat(range(len(counts)), counts),
+        )
+        counted = count_upload_bytes(program, len(labels))
+        assert counted <= epochs * len(labels) * row_bytes
+        for sampled in (labels, labels[:, None]):
+            sampler = SAMPLERS[kind](sampled, epochs, threshold, draw)
+            rows, readable = np.arange(len(labels)), np.ones(len(labels), np.bool_)
+            chosen = sum(len(sampler.positions(epoch, rows, readable)) for epoch in range(epochs))
+            assert chosen * row_bytes <= counted
 
 
 def test_device_declines_and_does_the_next_task(world: World, fedavg: Setting, eftvit: Setting) -> None:

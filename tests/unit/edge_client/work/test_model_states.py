@@ -52,6 +52,16 @@ def test_missing_model_is_reported(world: World) -> None:
     assert "does not have other-7" in report.reason
 
 
+def test_equal_reports_have_one_line_in_the_ledger(world: World) -> None:
+    device = world.device()
+    message = Models(world.server.instance, world.server.epoch, {"other-7": "champion"})
+    for _ in range(1000):
+        world.server.tell(message)
+    world.server.mark()
+    assert world.server.count(ModelReport) == 1000
+    assert [line.kind for line in device.agent.storage.ledger.read()].count("model counts") == 1
+
+
 def test_owner_who_chooses_alone_is_neither_asked_nor_told(world: World, fedavg: Setting) -> None:
     world.device(policy=Policy(models=ModelsPolicy(from_coordinator=False)))
     assert "from_coordinator = false" in world.refusal(fedavg, kind="compare")

@@ -19,7 +19,7 @@ from fedvit.program_versions import SECURE_VERSION
 from fedvit.secure.attempt import begin_attempt
 from fedvit.secure.layout import NUMBERS, Layout, find_rounding_seeds, make_training_payload, make_vector, read_training
 from fedvit.secure.server import STEPS, SumServer, SumState
-from fedvit.secure.vectors import Vector
+from fedvit.secure.vectors import Vector, count_bytes
 from fedvit.wire.messages import (
     Progress,
     SumAnswer,
@@ -171,6 +171,53 @@ def test_masks_are_made_for_one_attempt_at_a_time(
     may_go_on.set()
     assert world.server.expect(SumMasked).sum.attempt == 1
     assert added.ask(SumMasked).sum.attempt == 2
+
+
+def _begin_attempt(world: World, setting: Setting, attempt: int) -> Sum:
+    """Take an attempt to the step in which the device adds its masks."""
+    added = Sum(world, setting, attempt)
+    added.step()
+    added.step()
+    return added
+
+
+def test_attempts_count_to_the_bytes_of_a_day_and_a_repeated_answer_does_not(world: World, fedavg: Setting) -> None:
+    layout = Layout.of_program(_make_secure(fedavg), "train")
+    size = count_bytes(layout.words, layout.exact, 32)
+    policy = Policy(send=SendPolicy(max_bytes_per_day=size * 3 // 2))
+    device = world.device(policy=policy)
+    world.server.acknowledge(world.result(fedavg, program=_make_secure(fedavg)))
+    added = _begin_attempt(world, fedavg, 1)
+    masked = added.ask(SumMasked)
+    assert masked.vector.size == size
+    device.stop()
+    world.device(policy=policy)
+    assert added.ask(SumMasked).vector == masked.vector
+    assert "max_bytes_per_day" in _begin_attempt(world, fedavg, 2).ask(SumRefused).reason
+    assert [line.bytes for line in Ledger(world.state).read() if line.form == "sum"] == [size]
+
+
+def test_newest_attempt_alone_takes_disk(world: World, fedavg: Setting) -> None:
+    device = world.device()
+    world.server.acknowledge(world.result(fedavg, program=_make_secure(fedavg)))
+    digests = []
+    for attempt in (1, 2, 3):
+        digests.append(_begin_attempt(world, fedavg, attempt).ask(SumMasked).vector.digest)
+        assert [device.blobs.has(digest) for digest in digests] == [False] * (attempt - 1) + [True]
+
+
+def test_masked_result_keeps_the_budgets_of_upload_and_disk(world: World, fedavg: Setting) -> None:
+    layout = Layout.of_program(_make_secure(fedavg), "train")
+    size = count_bytes(layout.words, layout.exact, 32)
+    device = world.device(policy=Policy(send=SendPolicy(upload=size - 1)))
+    world.server.acknowledge(world.result(fedavg, program=_make_secure(fedavg)))
+    assert "policy: upload = " in _begin_attempt(world, fedavg, 1).ask(SumRefused).reason
+    device.stop()
+    device = world.device(policy=Policy(send=SendPolicy(upload=size)))
+    device.agent.storage.disk.limit_bytes = 1
+    assert "raise --disk-budget" in _begin_attempt(world, fedavg, 2).ask(SumRefused).reason
+    device.agent.storage.disk.limit_bytes = None
+    assert _begin_attempt(world, fedavg, 3).ask(SumMasked).vector.size == size
 
 
 def test_progress_in_a_secure_run_has_no_loss(world: World, fedavg: Setting) -> None:

@@ -174,9 +174,10 @@ def test_damaged_files_are_named(bundle: Path) -> None:
     (bundle / "model.onnx").write_bytes(b"no model")
     with pytest.raises(BadPayload, check=has_code("FV2306", "model.onnx")):
         Bundle.open(bundle, Precision.FP32, 1)
-    (bundle / "preprocessing.json").write_text("{")
-    with pytest.raises(BadPayload, check=has_code("FV1704", "preprocessing.json")):
-        Bundle.open(bundle, Precision.INT8, 1)
+    for damaged in (b"{", b'{"\xff": 1}'):
+        (bundle / "preprocessing.json").write_bytes(damaged)
+        with pytest.raises(BadPayload, check=has_code("FV1704", "preprocessing.json")):
+            Bundle.open(bundle, Precision.INT8, 1)
     (bundle / "labels.json").write_text('["one"]')
     with pytest.raises(BadPayload):
         Bundle.open(bundle, None, 1)

@@ -138,6 +138,7 @@ def test_newest_events_count(clips: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("[cameras]\nyard = ''", None, "FV1437", "printable"),
         ("", "{}", "FV1437", "/api/events"),
         ("", '[{"id": 3}]', "FV1437", "frigate-events.json"),
+        ("", '[{"id\udcff": "3"}]', "FV1437", "frigate-events.json"),
         ("", "[]", "FV1402", "no snapshot has a class"),
         ("[cameras]\nother = 'x'", None, "FV1403", "images for training"),
     ],
@@ -145,6 +146,6 @@ def test_newest_events_count(clips: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_mistakes(clips: Path, toml: str, events: str | None, code: str, word: str) -> None:
     (clips / "frigate.toml").write_text(toml)
     if events is not None:
-        (clips / "frigate-events.json").write_text(events)
+        (clips / "frigate-events.json").write_text(events, errors="surrogateescape")
     with pytest.raises(DataError, check=has_code(code, word)):
         DeviceData.open(clips)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from fedvit.data.folder import NEW_CLASS, DeviceData, why_passed_over
 from fedvit.data.growing import GrowingFolder
-from fedvit.data.split import KeptSplit
-from fedvit.errors import DataError
+from fedvit.errors import Damaged, DataError
+from tests.support.codes import has_code
 
 Images = Callable[..., None]
 
@@ -167,15 +167,39 @@ class TestSplit:
         assert len(halves.data.test) == 10
         assert self.sides(open_folder(tmp_path, test_share=0.5).data) == self.sides(halves.data)
 
-    def test_damaged_file_is_written_again(
+    def test_damaged_file_is_written_again_from_its_copy(
         self, tmp_path: Path, images: Images, caplog: pytest.LogCaptureFixture
     ) -> None:
         images("cat", *make_numbered(0, 20))
         first = self.sides(open_folder(tmp_path).data)
-        (tmp_path / "split.json").write_bytes(b"\xff{")
-        assert self.sides(open_folder(tmp_path).data) == first  # nothing has changed since
+        files = [tmp_path / "split.json", tmp_path / "split.copy.json"]
+        content = files[0].read_bytes()
+        images("cat", *make_numbered(20, 40))
+        for file in files:
+            file.write_bytes(b"\xff{")
+            folder = open_folder(tmp_path)
+            assert self.sides(folder.data).items() >= first.items()
+            assert len(folder.damaged) == (file == files[0])
+            assert [each.read_bytes() for each in files] == [content] * 2
         assert "damaged" in caplog.text
-        assert KeptSplit.load(tmp_path / "split.json", 0.2) is not None
+
+    def test_images_are_not_split_anew_where_file_and_copy_are_damaged(self, tmp_path: Path, images: Images) -> None:
+        images("cat", *make_numbered(0, 20))
+        open_folder(tmp_path)
+        for name in ("split.json", "split.copy.json"):
+            (tmp_path / name).write_bytes(b"\xff{")
+        with pytest.raises(Damaged, check=has_code("FV1704", "split.json is damaged")):
+            open_folder(tmp_path)
+
+    def test_file_of_an_older_version_gets_digest_and_copy(self, tmp_path: Path, images: Images) -> None:
+        images("cat", *make_numbered(0, 20))
+        first = self.sides(open_folder(tmp_path).data)
+        file, copy = tmp_path / "split.json", tmp_path / "split.copy.json"
+        content = file.read_bytes()
+        copy.unlink()
+        file.write_bytes(content.rpartition(b',"digest"')[0] + b"}")
+        assert self.sides(open_folder(tmp_path).data) == first
+        assert file.read_bytes() == copy.read_bytes() == content
 
     def test_file_says_nothing_about_the_images(self, tmp_path: Path, images: Images) -> None:
         images("cat", *make_numbered(0, 20))

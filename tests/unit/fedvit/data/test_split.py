@@ -1,10 +1,13 @@
+import contextlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvit.data.split import split_train_test
-from fedvit.errors import ConfigError
+from fedvit.data.split import KeptSplit, split_train_test
+from fedvit.errors import ConfigError, Damaged
 from tests.support.codes import has_code
 
 
@@ -48,3 +51,21 @@ class TestSplit:
     def test_share(self, share: float) -> None:
         with pytest.raises(ConfigError, check=has_code("FV1408", str(share))):
             split_train_test(np.arange(3), np.zeros(3, dtype=np.int64), share, np.random.default_rng(0))
+
+
+def test_no_flipped_bit_changes_a_kept_split(tmp_path: Path) -> None:
+    file, split = tmp_path / "split.json", KeptSplit.of(map(str, range(20)), map(str, range(20, 25)), 0.2)
+    split.save(file)
+    (tmp_path / "split.copy.json").unlink()
+    content = file.read_bytes()
+    assert len(split.exceptions) > 1
+    damaged = 0
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with contextlib.suppress(Damaged):
+            assert KeptSplit.load(file, 0.2) == split
+            continue
+        damaged += 1
+    assert damaged > 8 * len(content) - 100  # others change the name of the digest

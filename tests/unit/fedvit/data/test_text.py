@@ -66,6 +66,7 @@ def test_text_that_changes_is_read_again_and_only_then(folder: Path, tmp_path: P
         ({}, "FV1702"),
         ({"text.json": b'{"context": 0, "stride": 1}'}, "FV1405"),
         ({"text.json": b'{"context": 9}'}, "FV1405"),
+        ({"text.json": b'{"\xffontext": 3, "stride": 3}'}, "FV1405"),
     ],
 )
 def test_folder_that_cannot_be_used_says_why(tmp_path: Path, files: dict[str, bytes], code: str) -> None:

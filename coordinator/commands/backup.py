@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.operations.backing_up import make_backup
+from coordinator.operations.backing_up import BackupLine, describe, make_backup
 from coordinator.operations.opening import find_service
-from coordinator.serving.backup import BackupFolder, BackupLine, describe
+from coordinator.serving.backup import BackupFolder
 from fedvit.command_line import Command, json_flag, print_json
 from fedvit.errors import ConfigError
 from fedvit.files import private_files

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from coordinator.commands.flags import record_flag
-from coordinator.operations.backing_up import restore_backup
-from coordinator.serving.backup import BackupFolder, describe
+from coordinator.operations.backing_up import describe, restore_backup
+from coordinator.serving.backup import BackupFolder
 from fedvit.command_line import Command, json_flag, print_json
 from fedvit.files import private_files
 from fedvit.hints import command

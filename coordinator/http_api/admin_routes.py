@@ -14,12 +14,11 @@ from coordinator.http_api.run_routes import Word
 from coordinator.http_api.site import ApiSite
 from coordinator.operations.access import add_token, remove_token
 from coordinator.operations.auditing import AuditVerdict, LocalAudit
-from coordinator.operations.backing_up import make_backup
+from coordinator.operations.backing_up import BackupLine, describe, make_backup
 from coordinator.operations.documents import Done
 from coordinator.record.audit import KEPT, SLACK
 from coordinator.record.tables import AuditEntry
 from coordinator.security.api_tokens import LONGEST_DAYS, UserRole
-from coordinator.serving.backup import BackupLine, describe
 
 Part = Literal["runs", "deployment"]
 

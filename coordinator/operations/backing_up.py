@@ -2,9 +2,32 @@
 
 from pathlib import Path
 
+import msgspec
+from msgspec import Struct
+
 from coordinator.record.opening import has_record, open_existing_record
 from coordinator.security.folder import Deployment
 from coordinator.serving.backup import Backup, BackupFolder, Report
+
+
+class BackupLine(Struct, frozen=True, kw_only=True):
+    """A backup without the list of its files."""
+
+    name: str
+    made_at: str  # ISO 8601, UTC
+    software: str
+    runs: list[str]
+    mirrors: dict[str, str]  # run -> URL of the object store that it also writes
+    deployment: str | None  # its folder when the backup was made
+    new_bytes: int  # that earlier backups in the folder did not have
+    files: int
+    bytes: int
+
+
+def describe(backup: Backup) -> BackupLine:
+    """Return a backup without the list of its files."""
+    shown = {name: value for name, value in msgspec.structs.asdict(backup).items() if name not in ("files", "v")}
+    return BackupLine(**shown, files=len(backup.files), bytes=backup.bytes)
 
 
 def make_backup(

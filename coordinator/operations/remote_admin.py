@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from coordinator.operations.auditing import AuditVerdict
+from coordinator.operations.backing_up import BackupLine
 from coordinator.operations.remote import LONG_S
 from coordinator.record.audit import KEPT, SLACK
 from coordinator.record.tables import AuditEntry
-from coordinator.serving.backup import BackupLine
 from fedvit.client import Service
 
 

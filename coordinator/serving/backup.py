@@ -84,20 +84,6 @@ class Backup(Struct, frozen=True, kw_only=True):
         return sum(file.size for file in self.files.values())
 
 
-class BackupLine(Struct, frozen=True, kw_only=True):
-    """A backup without the list of its files."""
-
-    name: str
-    made_at: str  # ISO 8601, UTC
-    software: str
-    runs: list[str]
-    mirrors: dict[str, str]  # run -> URL of the object store that it also writes
-    deployment: str | None  # its folder when the backup was made
-    new_bytes: int  # that earlier backups in the folder did not have
-    files: int
-    bytes: int
-
-
 class BackupFolder:
     """A folder with backups."""
 
@@ -403,9 +389,3 @@ def _list_mirrors(record: Record) -> Iterator[tuple[str, str | None]]:
     for run in record.runs.read_all():
         settings = run.config.get("blobs", {})
         yield run.id, str(settings.get("url")) if settings.get("mirror") else None
-
-
-def describe(backup: Backup) -> BackupLine:
-    """Return a backup without the list of its files."""
-    shown = {name: value for name, value in msgspec.structs.asdict(backup).items() if name not in ("files", "v")}
-    return BackupLine(**shown, files=len(backup.files), bytes=backup.bytes)

@@ -119,7 +119,7 @@ class Plan:
     def protocol(self) -> str:
         form = self.vit.label_form
         answer = f"{ACCURACY[form.task]}; " if form else ""
-        evaluate = self._evaluate(self.method_for("", 1))
+        evaluate = _plan_evaluation(self.method_for("", 1), self.vit, self.config)
         if self.config.evaluation == "pre_aggregation":
             return answer + PROTOCOLS["pre_aggregation"]
         kept, own = [self.method.groups(self.vit)[group] for group in evaluate.kept], self.vit.tensors().keys()
@@ -283,7 +283,7 @@ class Plan:
             tensors={name: tensors[name] for name in as_sent(method, self.vit, self.values) if name in tensors},
             graphs=graphs,
             train=self.phases_of(method),
-            evaluate=self._evaluate(method),
+            evaluate=_plan_evaluation(method, self.vit, self.config),
             batch=batch,
             clip_delta=privacy.clip if privacy.noise_multiplier and not self.config.secure else None,
             secure=self.config.secure,
@@ -318,14 +318,15 @@ class Plan:
                 ).digest
             return self.packed[key]
 
-    def _evaluate(self, method: Method) -> Evaluate:
-        evaluate = method.evaluate(self.vit)
-        if self.config.auc:
-            evaluate = msgspec.structs.replace(evaluate, counts_scores=True)
-        if self.config.evaluation == "newest":
-            return evaluate
-        sent_back = [group for group, (role, names) in method.groups(self.vit).items() if role.is_sent_back and names]
-        return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
+
+def _plan_evaluation(method: Method, vit: PatchViT, config: RunConfig) -> Evaluate:
+    evaluate = method.evaluate(vit)
+    if config.auc:
+        evaluate = msgspec.structs.replace(evaluate, counts_scores=True)
+    if config.evaluation == "newest":
+        return evaluate
+    sent_back = [group for group, (role, names) in method.groups(vit).items() if role.is_sent_back and names]
+    return msgspec.structs.replace(evaluate, kept=tuple(sent_back), kept_of_this_round=True)
 
 
 def make_plan(

@@ -99,7 +99,6 @@ def test_model_is_exchanged_between_two_pictures(
 
     def wait_for_the_other(_: int) -> Pixels:
         current = lambda: server.current  # noqa: E731
-        server.answer(lambda _: stream.pixels[0])
         wait_until(lambda: (model := current()) is not None and model.name == "digits-2")
         return stream.pixels[0]
 

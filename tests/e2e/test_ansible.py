@@ -49,7 +49,7 @@ class Board:
         file = self.folder / "inventory.json"
         file.write_text(json.dumps({"devices": {"hosts": {"pi-1": {**host, **inventory}}}}))
         return self.root.run(
-            f"export HOME={self.folder} LC_ALL=C.UTF-8\n"
+            f"export HOME={self.folder} USER=root LC_ALL=C.UTF-8\n"
             f"{BIN}/ansible-playbook -i {file} {DEPLOY}/ansible/devices.yaml -e package={self.package}"
         )
 

@@ -73,7 +73,7 @@ def test_deployment(homes: list[Path], tmp_path: Path) -> None:
             devices.enter_context(start_command(train, tmp_path, home))
         listen = f"--listen 127.0.0.1:{claim_port()}"
         with start_command(f"{page} {listen}", tmp_path, homes[0]) as shown:
-            file = wait_until(lambda: re.search(r"(/\S+page\.url)", shown.read_text()), "the page says no address")
+            file = wait_until(lambda: re.search(r"(/\S+page-\d+\.url)", shown.read_text()), "the page says no address")
             opener = build_opener(HTTPCookieProcessor())
             with opener.open(Path(file[1]).read_text().strip()) as answer:
                 assert "pi-1" in answer.read().decode()

@@ -24,7 +24,7 @@ Indices = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 DECODING = f"1, pillow {PILLOW}"
-"""How a file becomes numbers: features made in another way are made again. Raise the number after a change here."""
+"""The way from a file to numbers, part of the origin of kept features. Raise the number after a change here."""
 DAMAGED = "damaged or cut off"
 """A reason why an image is not used; a colon and details follow."""
 DECODED_BYTES = 256 << 20

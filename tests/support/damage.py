@@ -1,4 +1,4 @@
-"""What a memory card does to files: a bit is another one, and neither size nor date tell; and forbidden folders."""
+"""Damage to files as memory cards cause it, which neither size nor date tell, and folders that nobody may read."""
 
 import os
 from pathlib import Path

@@ -258,7 +258,7 @@ def test_bytes_are_those_of_packed_tensors() -> None:
 @pytest.mark.parametrize("threshold", [0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
 @pytest.mark.parametrize("kind", ["median", "balanced"])
 def test_features_are_part_of_the_upload(kind: Literal["median", "balanced"], threshold: float, epochs: int) -> None:
-    """As many as the device's sampler takes of two classes with 12 images each; each with its label."""
+    """The upload has each feature that the sampler takes of two classes with 12 images, and its label."""
     collect = Collect("features.2", (5, 32), threshold, sampler=kind)
     cost = cost_of(program(of(collect=collect, epochs=epochs)), images=24)
     sampler = make_sampler(collect, np.arange(24) % 2, epochs, np.random.default_rng(0))

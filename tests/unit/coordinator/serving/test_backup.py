@@ -159,7 +159,7 @@ def test_newest_backup_is_the_last_one_also_if_the_clock_went_back(runs: Path, t
 
 
 def test_full_disk_of_backups_is_named(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the record that finds no room. Nothing is left of the attempt, nor of one that was killed."""
+    """The record finds no room. Nothing is left of this attempt, and of one that was killed."""
     copy = shutil.copyfileobj
 
     def refuse(source: Any, target: Any, size: int) -> None:

@@ -106,7 +106,8 @@ def _publish(
     file = folder / f"{channel}.json"
     atomic_write(_next_of(file), content)
     atomic_write(_signature_of(file), signature.encode())
-    _next_of(file).replace(file)
+    with name_failure(f"cannot write {file}"):
+        _next_of(file).replace(file)
     return releases
 
 

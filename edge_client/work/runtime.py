@@ -302,12 +302,13 @@ class Runtime:
         graph = self._graph(program, program.evaluate.graph)
         feeds, flops = self.prepare(test, watch)
         graph.require(feeds.keys() | INPUTS)
+        answer = graph.hold(feeds)
         seen, tally = 0, make_tally(program)
         total = -(-len(images) // batch.answer_size)
         for number, (rows, readable, fed) in enumerate(whole_samples(images, np.arange(len(images)), batch)):
             if watch.stopped():
                 raise Stopped("FV1422", "the task was stopped")
-            outputs = graph.run({**feeds, **fed})
+            outputs = answer(fed)
             tally.add(images.labels[rows][readable], outputs["logits"][: len(rows)][readable])
             seen += int(readable.sum())
             watch.step(number + 1, total, None)
@@ -355,13 +356,14 @@ class Runtime:
         """The outputs of a graph for the chosen images, as inputs of the predict graph; empty rows have weight 0."""
         graph = self._graph(program, gather.graph)
         graph.require(values.keys() | INPUTS)
+        answer = graph.hold(values)
         gathered = np.zeros((gather.capacity, *gather.shape), np.float32)
         labels, weight = np.zeros(gather.capacity, np.int64), np.zeros(gather.capacity, np.float32)
         filled = 0
         for rows, readable, fed in whole_samples(images, chosen, program.batch):
             if watch.stopped():
                 raise Stopped("FV1422", "the task was stopped")
-            outputs = graph.run({**values, **fed})
+            outputs = answer(fed)
             target = slice(filled, filled + len(rows))
             gathered[target] = outputs[f"collect/{gather.output}"][: len(rows)]
             labels[target], weight[target] = images.labels[rows], readable

@@ -5,11 +5,12 @@ slots are one vector each, which graphs read and write in place.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from edge_client.work.memory import Buffer, find_memory
 from edge_client.work.packed_slots import BLOCK, PackedSlot
 from fedvit.errors import BadPayload
 from fedvit.program import Program, Train
@@ -53,6 +54,16 @@ class Graph:
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise _cannot_run(error) from error
 
+    def hold(self, values: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Return a `run` that needs the other inputs alone; a GPU copies these once."""
+        memory = find_memory(self.session)
+        if memory.is_host:
+            return lambda feeds: self.run({**values, **feeds})
+        bound = Bound(self)
+        for name, value in values.items():
+            bound.read(name, memory.copy(value))
+        return bound.answer
+
 
 class Bound:
     """Inputs and outputs of a graph at fixed memory addresses."""
@@ -60,26 +71,41 @@ class Bound:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._binding = graph.session.io_binding()
-        self._held: dict[str, Array] = {}  # onnxruntime does not hold references
+        self._held: dict[str, Array | Buffer] = {}  # onnxruntime does not hold references
 
-    def read(self, name: str, array: Array) -> None:
-        """Bind input `name` to the memory of `array`; ignored if the graph does not read it.
+    def read(self, name: str, place: Array | Buffer) -> None:
+        """Bind input `name` to the memory of a place; ignored if the graph does not read it.
 
-        Raises BadPayload if dtype or shape do not match the graph.
+        A GPU copies an array here, and does not see later changes of it. Raises BadPayload if dtype or shape do not
+        match the graph.
         """
         if (node := self.graph.inputs.get(name)) is not None:
-            array = np.ascontiguousarray(array) if array.shape else array
-            _check(node, array)
-            self._binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-            self._held[name] = array
+            if not isinstance(place, Buffer) and place.shape:
+                place = np.ascontiguousarray(place)
+            self._bind(self._binding.bind_input, node, place)
+            self._held[name] = place
 
-    def write(self, name: str, array: Array) -> None:
-        """Bind output `name` to `array`. Raises BadPayload if it is missing, or has another shape or dtype."""
+    def write(self, name: str, place: Array | Buffer) -> None:
+        """Bind output `name` to a place. Raises BadPayload if it is missing, or has another shape or dtype."""
         if (node := self.graph.outputs.get(name)) is None:
             raise BadPayload("FV2310", f"the graph has no output {name!r}")
-        _check(node, array)
-        self._binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-        self._held[f"output {name}"] = array
+        self._bind(self._binding.bind_output, node, place)
+        self._held[f"output {name}"] = place
+
+    def _bind(self, bind: Callable[..., None], node: Any, place: Array | Buffer) -> None:
+        _check(node, place)
+        device, address = (place.device, place.address) if isinstance(place, Buffer) else ("cpu", place.ctypes.data)
+        bind(node.name, device, 0, place.dtype.type, place.shape, address)
+
+    def answer(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """Bind further inputs, run, and return all outputs as arrays."""
+        self.graph.require(self._held.keys() | feeds.keys())
+        for name, array in feeds.items():
+            self.read(name, array)
+        for name in self.graph.outputs:
+            self._binding.bind_output(name, "cpu")
+        self.run()
+        return dict(zip(self.graph.outputs, self._binding.copy_outputs_to_cpu(), strict=True))
 
     def run(self) -> None:
         """Raises BadPayload when onnxruntime refuses."""
@@ -123,6 +149,7 @@ class Steps(ABC):
         }
         self._fixed |= {f"anchor/{name}": start[name] for group in phase.anchors for name in program.names(group)}
         self._fixed |= dict(facts)
+        self._memory = find_memory(graph.session)
         self._bound = Bound(graph)
 
     @property
@@ -135,20 +162,29 @@ class Steps(ABC):
         self.count += 1
         self._scalars["hyper/step"][()] = self.count
         self._scalars["hyper/last"][()] = last
+        if not self._memory.is_host:
+            for bound in self._all_bound():
+                for name, scalar in self._scalars.items():
+                    bound.read(name, scalar)
         return self._step(feeds)
 
     @abstractmethod
     def _step(self, feeds: Mapping[str, Array]) -> Stepped: ...
 
+    def _all_bound(self) -> list[Bound]:
+        return [self._bound]
+
     def _bind_fixed(self, trained: set[str]) -> None:
         """Raises BadPayload when the graph reads an input that is neither fixed nor trained."""
-        fixed = {**self._fixed, **self._scalars}
         kinds = ("patches", "kept", "seeds", "tokens", "labels", "weight")
         batch = {f"batch/{kind}" for kind in kinds}
         batch |= {name for name in self._bound.graph.inputs if name.startswith(FEATURE)}
-        self._bound.graph.require(fixed.keys() | trained | batch)
-        for name, array in fixed.items():
-            self._bound.read(name, array)
+        self._bound.graph.require(self._fixed.keys() | self._scalars.keys() | trained | batch)
+        for name, array in self._fixed.items():
+            if name in self._bound.graph.inputs:
+                self._bound.read(name, self._memory.hold(array))
+        for name, scalar in self._scalars.items():
+            self._bound.read(name, scalar)
 
     def _collect_into(self, rows: int) -> dict[str, Array]:
         outputs = self._bound.graph.outputs
@@ -161,26 +197,27 @@ class WholeSteps(Steps):
 
     def __init__(self, graph: Graph, program: Program, phase: Train, values: Mapping[str, Array], *rest: Any) -> None:
         super().__init__(graph, program, phase, values, *rest)
-        self._now: dict[str, Array] = {f"tensor/{name}": values[name].copy() for name in self.trained_names}
-        self._now |= {
-            f"slot/{slot}/{name}": np.zeros_like(values[name]) for slot in phase.slots for name in self.trained_names
-        }
-        release_pages(values[name] for name in self.trained_names)
-        self._next = {name: np.empty_like(value) for name, value in self._now.items()}
+        memory, arrays = self._memory, {name: values[name] for name in self.trained_names}
+        self._now: dict[str, Any] = {f"tensor/{name}": memory.copy(array) for name, array in arrays.items()}
+        for slot in phase.slots:
+            for name, array in arrays.items():
+                self._now[f"slot/{slot}/{name}"] = memory.make_zeros(array.shape, array.dtype)
+        release_pages(arrays.values())
+        self._next = {name: memory.make_zeros(place.shape, place.dtype) for name, place in self._now.items()}
         self._loss = np.zeros((), np.float32)
         self._bound.write("metric/loss", self._loss)
         self._bind_fixed(set(self._now))
 
     @property
     def tensors(self) -> Tensors:
-        return {name: self._now[f"tensor/{name}"] for name in self.trained_names}
+        return {name: self._memory.read(self._now[f"tensor/{name}"]) for name in self.trained_names}
 
     def _step(self, feeds: Mapping[str, Array]) -> Stepped:
         collected = self._collect_into(len(feeds["batch/labels"]))
         for name, array in feeds.items():
             self._bound.read(name, array)
-        for name, array in self._now.items():
-            self._bound.read(name, array)
+        for name, place in self._now.items():
+            self._bound.read(name, place)
             self._bound.write(f"new/{name}", self._next[name])
         for name, array in collected.items():
             self._bound.write(name, array)
@@ -199,27 +236,32 @@ class SummedSteps(Steps):
         self._run_size = program.batch.run_size
         self._places = dict(_places(self.trained_names, values))
         length = max((place.stop for place, _ in self._places.values()), default=0)
-        self._values = np.zeros(length, np.float32)
-        self._grads = np.zeros(length, np.float32)
-        self._packed = {slot: PackedSlot(slot, length) for slot in phase.slots if phase.slot_bits == 8}
+        memory, self._length = self._memory, length
+        start = np.zeros(length, np.float32)
+        for name, tensor in self._views(start).items():
+            tensor[...] = values[name]
+        self._values: Any = memory.hold(start)
+        self._grads: Any = memory.make_zeros((length,))
+        packs = phase.slot_bits == 8 and memory.is_host  # by NumPy
+        self._packed = {slot: PackedSlot(slot, length) for slot in phase.slots if packs}
         sizes = {slot: PIECE_ELEMENTS if slot in self._packed else length for slot in phase.slots}
-        self._slots = {slot: np.zeros(size, np.float32) for slot, size in sizes.items()}  # packed ones: of one piece
+        self._slots: dict[str, Any] = {slot: memory.make_zeros((size,)) for slot, size in sizes.items()}
         self._scalars["batch/share"] = np.zeros((), np.float32)
         self._loss = np.zeros((), np.float32)
         self._bound.write("metric/loss", self._loss)
-        for name, tensor in self._views(self._values).items():
-            tensor[...] = values[name]
-            self._bound.read(f"tensor/{name}", tensor)
-        for name, grad in self._views(self._grads).items():
+        for name, (place, shape) in self._places.items():
+            grad = memory.view(self._grads, place, shape)
+            self._bound.read(f"tensor/{name}", memory.view(self._values, place, shape))
             self._bound.read(f"grad/{name}", grad)
             self._bound.write(f"new/grad/{name}", grad)
         self._bind_fixed({f"{kind}/{name}" for kind in ("tensor", "grad") for name in self.trained_names})
         release_pages(values[name] for name in self.trained_names)
-        self._updates = [(piece, self._update_of(update, piece)) for piece in _pieces(length)]
+        pieces = _pieces(length, PIECE_ELEMENTS if memory.is_host else max(1, length))
+        self._updates = [(piece, self._update_of(update, piece)) for piece in pieces]
 
     @property
     def tensors(self) -> Tensors:
-        return self._views(self._values)
+        return self._views(self._memory.read(self._values))
 
     def _views(self, vector: Any) -> Tensors:
         return {name: vector[place].reshape(shape) for name, (place, shape) in self._places.items()}
@@ -229,14 +271,19 @@ class SummedSteps(Steps):
         bound = Bound(update)
         for name, scalar in self._scalars.items():
             bound.read(name, scalar)
-        bound.read("grad", self._grads[piece])
-        vectors = {"value": self._values[piece]}
+        size = piece.stop - piece.start
+        bound.read("grad", self._memory.view(self._grads, piece, (size,)))
+        vectors = {"value": self._memory.view(self._values, piece, (size,))}
         for slot, vector in self._slots.items():
-            vectors[f"slot/{slot}"] = vector[: piece.stop - piece.start] if slot in self._packed else vector[piece]
-        for name, vector in vectors.items():
-            bound.read(name, vector)
-            bound.write(f"new/{name}", vector)
+            part = slice(0, size) if slot in self._packed else piece
+            vectors[f"slot/{slot}"] = self._memory.view(vector, part, (size,))
+        for name, place in vectors.items():
+            bound.read(name, place)
+            bound.write(f"new/{name}", place)
         return bound
+
+    def _all_bound(self) -> list[Bound]:
+        return [self._bound, *(update for _, update in self._updates)]
 
     def _update(self) -> None:
         draw = np.random.default_rng(self.count)
@@ -252,7 +299,7 @@ class SummedSteps(Steps):
         size = self._run_size
         weight: Any = feeds["batch/weight"]
         collected = self._collect_into(len(weight))
-        self._grads.fill(0)
+        self._memory.clear(self._grads)
         loss, runs = 0.0, 0
         for first in range(0, len(weight), size):
             part = slice(first, first + size)
@@ -260,6 +307,7 @@ class SummedSteps(Steps):
             if not share:  # padding only
                 continue
             self._scalars["batch/share"][()] = share
+            self._bound.read("batch/share", self._scalars["batch/share"])
             for name, array in feeds.items():
                 self._bound.read(name, array[part])
             for name, array in collected.items():
@@ -267,9 +315,11 @@ class SummedSteps(Steps):
             self._bound.run()
             loss, runs = loss + float(self._loss), runs + 1
         if self._phase.clip_norm is not None:
-            norm = float(np.sqrt(np.dot(self._grads, self._grads)))
+            grads: Any = self._memory.read(self._grads)
+            norm = float(np.sqrt(np.dot(grads, grads)))
             if norm > self._phase.clip_norm:
-                self._grads *= self._phase.clip_norm / norm
+                grads *= self._phase.clip_norm / norm
+                self._memory.write(self._grads, grads)
         self._update()
         return Stepped(loss, collected, runs)
 
@@ -285,14 +335,14 @@ def _places(names: list[str], values: Mapping[str, Array]) -> Iterator[tuple[str
         first += -(-value.size // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
-def _pieces(length: int) -> Iterator[slice]:
-    for first in range(0, length, PIECE_ELEMENTS):
-        yield slice(first, min(first + PIECE_ELEMENTS, length))
+def _pieces(length: int, size: int) -> Iterator[slice]:
+    for first in range(0, length, size):
+        yield slice(first, min(first + size, length))
 
 
-def _check(node: Any, array: Array) -> None:
+def _check(node: Any, array: Array | Buffer) -> None:
     dtype = _DTYPES.get(node.type)
-    fits = len(node.shape) == array.ndim and all(
+    fits = len(node.shape) == len(array.shape) and all(
         not isinstance(want, int) or want == got for want, got in zip(node.shape, array.shape, strict=True)
     )
     if dtype != array.dtype or not fits:

@@ -15,6 +15,7 @@ from torch.func import grad_and_value
 
 import edge_client.work.packed_slots
 import edge_client.work.steps
+from edge_client.work.memory import Buffer, DeviceMemory
 from edge_client.work.steps import ALIGNED_ELEMENTS, Bound, Graph, SummedSteps, WholeSteps
 from export.trace import to_onnx, trace
 from fedvit.errors import BadPayload
@@ -189,6 +190,18 @@ def bits(tensors: Mapping[str, Array]) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in tensors.items()}
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs have memory of their own, as a GPU has: an array is copied when it is bound, and not at each run."""
+    read = Bound.read
+
+    def read_copy(bound: Bound, name: str, place: Array | Buffer) -> None:
+        read(bound, name, place if isinstance(place, Buffer) else np.array(place))
+
+    monkeypatch.setattr(Bound, "read", read_copy)
+    monkeypatch.setattr(edge_client.work.steps, "find_memory", lambda session: DeviceMemory("cpu"))
+
+
 # --- updates ------------------------------------------------------------------------------------------
 
 
@@ -251,6 +264,44 @@ def test_pieces_are_the_whole(
     assert [one.step(feeds, last=True).loss for feeds in fed] == [many.step(feeds, last=True).loss for feeds in fed]
     assert bits(many.tensors) == bits(one.tensors)
     assert_moved_alike(many.tensors, in_torch(rule, fed)[0])
+
+
+@each_rule
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_steps_in_memory_of_a_gpu_are_those_of_the_host(
+    gradient: Graph, update_of: UpdateOf, rule: Optimizer, clip_norm: float | None, request: pytest.FixtureRequest
+) -> None:
+    """Bit for bit, with gradients that are summed and with whole steps; 8-bit slots become whole numbers there."""
+    fed, moved = [batch(real, seed=seed) for seed, real in enumerate([8, 5, 8])], []
+    for slot_bits in (32, 8):
+        steps = make_steps(gradient, update_of(rule), rule, clip_norm, slot_bits)
+        losses = [steps.step(feeds, last=True).loss for feeds in fed]
+        moved.append((losses, bits(steps.tensors)))
+        request.getfixturevalue("gpu")
+    assert moved[0] == moved[1]
+    rows = [{name: value[:ROWS] for name, value in feeds.items()} for feeds in fed]
+    there = whole(rule, start_values())
+    on_gpu = [there.step(feeds, last=True).loss for feeds in rows], bits(there.tensors)
+    want, losses = in_torch(rule, rows)
+    np.testing.assert_allclose(on_gpu[0], losses, rtol=1e-5)
+    assert_moved_alike(there.tensors, want)
+
+
+def test_answers_with_values_that_a_gpu_holds(gradient: Graph, request: pytest.FixtureRequest) -> None:
+    """They are those of the host, and of the values at the time when they were handed over."""
+    rng = np.random.default_rng(0)
+    shapes = {f"{kind}/{name}": shape for kind in ("tensor", "grad") for name, shape in SHAPES.items()}
+    values = {name: np.asarray(rng.normal(size=shape), np.float32) for name, shape in shapes.items()}
+    feeds = [batch(RUN, seed=seed, length=RUN) | {"batch/share": np.ones((), np.float32)} for seed in range(2)]
+    want = [gradient.run({**values, **each}) for each in feeds]
+    request.getfixturevalue("gpu")
+    answer = gradient.hold(values)
+    for value in values.values():
+        value[...] = 0
+    for each, outputs in zip(feeds, want, strict=True):
+        assert bits(answer(each)) == bits(outputs)
+    with pytest.raises(BadPayload, check=has_code("FV2310", "'batch/share'")):
+        gradient.hold(values)(batch(RUN, length=RUN))
 
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=lambda rule: type(rule).__name__)
@@ -409,10 +460,13 @@ def test_whole_steps_are_torchs(rule: Optimizer) -> None:
 # --- what a graph is told -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("memory", ["host", "gpu"])
 @pytest.mark.parametrize("kind", ["summed", "whole"])
-def test_what_a_graph_may_read(update_of: UpdateOf, kind: str) -> None:
+def test_what_a_graph_may_read(update_of: UpdateOf, kind: str, memory: str, request: pytest.FixtureRequest) -> None:
     """Steps count from 1, `last` is as the caller says, the rate is the phase's, anchors are the round's start and not
     the phase's, and facts are as they are. The graph tells them in the digits of its loss, and moves nothing."""
+    if memory == "gpu":
+        request.getfixturevalue("gpu")
     parts = kind == "summed"
     inputs = examples(RUN if parts else ROWS) | scalars("hyper/lr", "hyper/step", "hyper/last")
     inputs |= {f"anchor/{name}": torch.zeros(shape) for name, shape in SHAPES.items()}

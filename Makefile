@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler python-apt nats rabbitmq azurite arm kernels methods errors verdicts constraints clean
+.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler python-apt nats rabbitmq azurite arm arm-torch kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -182,6 +182,17 @@ azurite:
 # the device on emulated processors of a Raspberry Pi 4 and 5 (docs/devices.md); Debian alone has all that it needs
 arm: install mosquitto build/arm/.made build/arm/kernels/.made
 	@$(BIN)/python -m pytest -q -rP -n 2 tests/arm/checks.py
+
+# instructions of training steps there beside torch's, a table; CASES="fedavg-vitt" for some of the cases
+arm-torch: install build/arm/.made build/arm/kernels/.made build/arm/torch/.made
+	@$(BIN)/python -m tests.arm.compare_steps $(CASES)
+
+# the newest torch for aarch64 that has no CUDA and runs on a Cortex-A72: the wheel of 2.10 uses newer instructions
+build/arm/torch/.made: build/arm/.made
+	@rm -rf build/arm/torch
+	@$(BIN)/uv pip install --quiet --python build/arm/cortex-a72/bin/python --only-binary :all: --target build/arm/torch \
+	  torch==2.9.1 torchvision==0.24.1 $$(grep -E '^(timm|numpy)==' constraints.txt)
+	@touch $@
 
 build/arm/.made: tests/arm/root.sh tests/arm/instructions.c pyproject.toml constraints.txt $(VENV)/.installed
 	@command -v qemu-aarch64 > /dev/null && command -v cc > /dev/null && command -v llvm-mca > /dev/null || { \

@@ -4,7 +4,6 @@ A device's processes are emulated, with all that they start; torch, the coordina
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -29,6 +28,8 @@ from fleet.partition import write_device_folders
 from fleet.partitions import partition
 from fleet.request import RunRequest
 from fleet.simulate import simulate
+from tests.arm.counting import read_counts
+from tests.arm.emulation import ALIKE, ARM, KERNELS, PROCESSORS, ROOT, emulate, find_python
 from tests.arm.loops import compile_kernels, count_cycles, find_largest_loops
 from tests.support.brokers import mosquitto, served
 from tests.support.forked import Forked
@@ -37,10 +38,6 @@ from tests.support.programs import Stage, toml
 from tests.support.settings import make_settings
 from tests.support.tiny import make_tiny
 
-ROOT = Path(__file__).parents[2]
-ARM = ROOT / "build" / "arm"
-PROCESSORS = ("cortex-a72", "cortex-a76")
-"""Of a Raspberry Pi 4 and of a Raspberry Pi 5, which alone has instructions for products of 8-bit integers."""
 PROGRAM = "from edge_client.cli import main; main()"
 
 OWN_TESTS = (
@@ -72,26 +69,6 @@ RUN: dict[str, Any] = {
     "rejoin_grace_s": 600.0,
 }
 CLASSES = tuple(map(str, range(10)))
-STEPS = (1, 5)
-"""Two programs that differ by four training steps."""
-KERNELS = {"PYTHONPATH": str(ARM / "kernels")}
-"""The environment in which a program has the optional kernels."""
-ALIKE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
-"""The environment in which two programs run the same instructions before their steps."""
-
-
-def python(processor: str) -> str:
-    return str(ARM / processor / "bin" / "python")
-
-
-def emulate(processor: str, *arguments: object, codes: tuple[int, ...] = (0,), **environment: str) -> str:
-    """What Python on that processor prints."""
-    command = [python(processor), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode in codes, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +111,7 @@ class EmulatedRunner:
     def __call__(self, graph: bytes) -> verify.Run:
         file = self.folder / f"{len(self._processes)}.onnx"
         file.write_bytes(graph)
-        command = [python(self.processor), "-m", "tests.arm.graph_process", str(file)]
+        command = [find_python(self.processor), "-m", "tests.arm.graph_process", str(file)]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._processes.append(process)
         requests, replies = process.stdin, process.stdout
@@ -208,7 +185,7 @@ def test_a_run_with_an_emulated_device(
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
                 patch.setitem(stage.environment, name, value)
-            emulated_device = stage.start("device-0", [python("cortex-a72"), "-c", PROGRAM, *flags])
+            emulated_device = stage.start("device-0", [find_python("cortex-a72"), "-c", PROGRAM, *flags])
         device = stage.device("device-1")
         for name, process in (("coordinator", coordinator), ("device-0", emulated_device), ("device-1", device)):
             assert process.wait(1800) == 0, stage.log(name)
@@ -291,14 +268,10 @@ def test_instructions_of_a_step(
     """The figure of docs/measurements.md. Beside a processor's time it knows nothing of caches and of how many
     instructions it runs at once."""
     prepare_steps(tmp_path, graph_cache, compute)
-    counts, flops = [], 0.0
-    for steps in STEPS:
-        plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
-        given = {"QEMU_PLUGIN": plugin, **ALIKE, **environment}
-        done = json.loads(emulate(processor, "-m", "tests.arm.step_process", tmp_path, steps, **given))
-        counts.append(int((tmp_path / "count").read_text()))
-        flops = done["flops"] / done["steps"]
-    one = (counts[1] - counts[0]) / (STEPS[1] - STEPS[0])
+    given = {"QEMU_PLUGIN": f"{ARM / 'instructions.so'},out={tmp_path / 'count'}", **ALIKE, **environment}
+    done = json.loads(emulate(processor, "-m", "tests.arm.step_process", tmp_path, 5, **given))
+    counts = read_counts(tmp_path / "count")
+    one, flops = (counts[4] - counts[0]) / 4, done["flops"] / done["steps"]
     kernels = ", with kernels" if done["kernels"] else ""
     print(f"{processor} {compute}{kernels}: {one / 1e6:,.0f} million instructions for {flops / 1e6:,.0f} MFLOP")
     assert 0 < one < counts[0] * 100
@@ -322,7 +295,7 @@ def test_instructions_of_masks(processor: str, tmp_path: Path) -> None:
     for each in words:
         plugin = f"{ARM / 'instructions.so'},out={tmp_path / 'count'}"
         emulate(processor, "-m", "tests.arm.sum_process", 20, each, QEMU_PLUGIN=plugin, **ALIKE)
-        counts.append(int((tmp_path / "count").read_text()))
+        counts.append(read_counts(tmp_path / "count")[-1])
     all_ = (counts[1] - counts[0]) / (words[1] - words[0]) * 87e6 / 4
     print(f"{processor}: {all_ / 1e6:,.0f} million instructions for the masks over 87 MB")
     assert 0 < counts[0] < counts[1]

@@ -1,6 +1,6 @@
 """Training steps of a case that `bench.prepare` wrote: python -m tests.arm.step_process FOLDER STEPS [FILE]
 
-As on a device. How far each tensor moved goes to FILE (npz).
+As on a device, with a mark after each step. How far each tensor moved goes to FILE (npz).
 """
 
 import json
@@ -14,6 +14,7 @@ from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
 from fedvit.kernels import find_library
 from fedvit.program import decode_program
+from tests.arm.counting import mark
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     for graph in program.graphs.values():
         runtime.open(graph.digest, blobs.path(graph.digest))
     images = make_noise_samples(program, steps * program.batch.batch_size)
-    watch = Watch(lambda *step: None, lambda: False)
+    watch = Watch(lambda *step: mark(), lambda: False)
     values = start_values(program, start["groups"], blobs)
     trained = runtime.train(program, values, images, Seeds(0, 1, "device-0"), 1.0, watch)
     for file in sys.argv[3:]:

@@ -1,12 +1,13 @@
 #!/bin/sh
 # Installs, upgrades or removes fedvit on systems without Debian packages (JetPack 6, Fedora, Arch, ...):
 #   sudo sh deploy/install.sh edge fedvit-0.1.0-py3-none-any.whl        # a device; the same line upgrades it
+#   sudo sh deploy/install.sh edge fedvit-0.1.0-py3-none-any.whl --gpu  # with onnxruntime for NVIDIA's GPUs
 #   sudo sh deploy/install.sh server fedvit-0.1.0-py3-none-any.whl      # a server, with torch
 #   sudo sh deploy/install.sh edge --remove                             # keeps settings and state; --purge removes them, too
 # Without root it installs below ~/.local, without a service. Without Python 3.11 to 3.13 it fetches one with uv.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-kind=${1:-} what=${2:-}
+kind=${1:-} what=${2:-} option=${3:-}
 case $kind in
   edge) unit=fedvit-edge.service more="fedvit-update.service fedvit-update.timer" name=fedvit programs=edge-client extras=prometheus,discovery state="fedvit-edge" ;;
   server) unit=fedvit-coordinator.service more="" name=fedvit-server programs="coordinator fleet" \
@@ -19,6 +20,10 @@ if [ "$(id -u)" = 0 ]; then
 else
   root="" to=$HOME/.local/share/$name bin=$HOME/.local/bin units="" settings=""
 fi
+case $kind$option in
+  edge | server | edge--gpu) ;;
+  *) echo "install.sh $kind knows no option '$option'" >&2; exit 2 ;;
+esac
 systemd() { [ -z "$units$root" ] || [ -n "$root" ] || [ ! -d /run/systemd/system ] || systemctl "$@"; }
 
 if [ "$what" = --remove ] || [ "$what" = --purge ]; then
@@ -65,7 +70,12 @@ rm -rf "$to.new"
 constraints=$here/../constraints.txt
 echo "installing $what into $to"
 if [ -f "$constraints" ]; then set -- -c "$constraints"; else set --; fi
-"$to.new/bin/pip" install --quiet --disable-pip-version-check "$@" "$what[$extras]"
+pip() { "$to.new/bin/pip" "$@" --quiet --disable-pip-version-check; }
+pip install "$@" "$what[$extras]"
+if [ "$option" = --gpu ]; then  # both packages have the same files, so one leaves before the other comes
+  pip uninstall --yes onnxruntime
+  pip install "onnxruntime-gpu>=1.25"
+fi
 for script in "$to.new"/bin/* "$to.new/pyvenv.cfg"; do  # programs and `activate` name their folder
   [ -L "$script" ] || ! grep -Iq . "$script" || sed -i "s#$to.new#${to#"$root"}#g" "$script"
 done

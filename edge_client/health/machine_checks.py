@@ -11,7 +11,7 @@ from fedvit.files import folder_bytes
 from fedvit.quantities import format_bytes
 from fedvit.transport.address import describe_error
 from profiles.probes.battery import battery
-from profiles.probes.host import find_engine, free_disk_bytes, host
+from profiles.probes.host import free_disk_bytes, host, list_engines
 from profiles.probes.thermal import Brakes, Thermometer
 
 LEAST_MEMORY_BYTES, LITTLE_MEMORY_BYTES = 100_000_000, 300_000_000
@@ -49,12 +49,18 @@ _WITHOUT = {
 
 def check_engine(context: DoctorContext) -> Iterator[Finding]:
     """Load the engine and run a graph in a separate process, as a build for another processor dies of a signal."""
-    name, version = find_engine()
-    if name is None:
+    engines = [f"{name} {version}" for name, version in list_engines().items()]
+    if not engines:
         hint = "pip install onnxruntime (64-bit Linux with glibc 2.28 or newer and Python 3.11 or newer)"
         yield Finding(check="engine", level="error", what="onnxruntime is not installed", hint=hint)
         return
-    engine = f"{name} {version}"
+    if len(engines) > 1:
+        names = " ".join(list_engines())
+        what = f"{' and '.join(engines)} are installed, of which each has overwritten files of the other"
+        hint = f"pip uninstall {names}, then install the one that you want"
+        yield Finding(check="engine", level="error", what=what, hint=hint)
+        return
+    [engine] = engines
     command = [context.interpreter, "-P", "-c", _ENGINE_CHILD]
     try:
         done = subprocess.run(command, capture_output=True, timeout=ENGINE_S, check=False)

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -197,14 +198,18 @@ def _memory(root: Path) -> dict[str, int]:
 ENGINES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-qnn")
 
 
-def find_engine() -> tuple[str | None, str | None]:
-    """Return the name and version of the installed package of onnxruntime, without an import."""
+def list_engines() -> dict[str, str]:
+    """Return the versions of the installed packages of onnxruntime by their names, without an import."""
+    found = {}
     for name in ENGINES:
-        try:
-            return name, version(name)
-        except PackageNotFoundError:
-            continue
-    return None, None
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def find_engine() -> tuple[str | None, str | None]:
+    """Return the name and version of the installed package of onnxruntime."""
+    return next(iter(list_engines().items()), (None, None))
 
 
 def resident_bytes() -> int:

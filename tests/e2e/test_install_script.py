@@ -122,6 +122,37 @@ def test_root_installs_upgrades_and_removes(tmp_path: Path, wheel: Path) -> None
     assert machine.list_files() == set()
 
 
+def test_engine_for_a_gpu_replaces_the_other(tmp_path: Path, wheel: Path) -> None:
+    machine = Machine(tmp_path, is_root=False)
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        file = tmp_path / "wheels" / f"{name.replace('-', '_')}-1.31.1-py3-none-any.whl"
+        file.parent.mkdir(exist_ok=True)
+        info = f"{name.replace('-', '_')}-1.31.1.dist-info"
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("onnxruntime/built_for.txt", name)
+            archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.31.1\n")
+            archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{info}/RECORD", "")
+    machine.environment["PIP_FIND_LINKS"] = str(tmp_path / "wheels")
+    del machine.environment["PIP_NO_DEPS"]
+    machine.environment["PIP_CONSTRAINT"] = ""
+    own = tmp_path / wheel.name
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(own, "w") as target:
+        for name in source.namelist():
+            lines = source.read(name).splitlines(keepends=True)
+            kept = [line for line in lines if not line.startswith(b"Requires-Dist") or b"onnxruntime" in line]
+            target.writestr(name, b"".join(kept) if name.endswith("METADATA") else source.read(name))
+    for options, engine in (((), "onnxruntime"), (("--gpu",), "onnxruntime-gpu"), ((), "onnxruntime")):
+        done = machine.install("edge", own, *options)
+        assert done.returncode == 0, done.stderr
+        [packages] = machine.to.glob("lib/*/site-packages")
+        assert (packages / "onnxruntime" / "built_for.txt").read_text() == engine
+        installed = {file.name.split("-")[0] for file in packages.glob("onnxruntime*.dist-info")}
+        assert installed == {engine.replace("-", "_")}
+    refused = machine.install("edge", own, "--cuda")
+    assert (refused.returncode, "'--cuda'" in refused.stderr) == (2, True)
+
+
 def test_user_installs_below_home(tmp_path: Path, wheel: Path) -> None:
     machine = Machine(tmp_path, is_root=False)
     check_installed(machine, wheel, wheel.name.split("-")[1])

@@ -56,6 +56,18 @@ def test_the_engine(context: DoctorContext, tmp_path: Path, script: str | None, 
     assert ("ARMv8.0" in str(found.hint)) == (script == ILLEGAL)
 
 
+def test_two_engines_in_one_place(context: DoctorContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages for a processor and for a GPU have the same files; the newer one has written over the other's."""
+    metadata = tmp_path / "onnxruntime_gpu-1.31.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.31.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [found] = check_engine(context)
+    assert found.level == "error"
+    assert "onnxruntime-gpu 1.31.1 are installed" in found.what
+    assert "pip uninstall onnxruntime onnxruntime-gpu" in str(found.hint)
+
+
 @pytest.mark.parametrize(
     ("script", "level", "words"),
     [

@@ -57,6 +57,11 @@ class SimulatedDevice:
     kept_round: int = 0
     residual: Tensors = field(default_factory=dict)  # error feedback: what coding left out of earlier deltas
 
+    @property
+    def can_train(self) -> bool:
+        """Tell if one of its images for training can be decoded."""
+        return bool(self.train.readable.any())
+
 
 class DeviceResult(NamedTuple):
     """One device's result of a round, or why it has none."""
@@ -161,18 +166,28 @@ class SimulatedDevices:
         return sorted(self._train(number, work), key=lambda one: one.device)
 
     def test(self, number: int, cohort: Sequence[str]) -> list[DeviceEvaluation]:
-        """Each device's evaluation after a round, sorted by device. Raises FedvitError as `train` does."""
+        """Return each device's evaluation after a round, sorted by device; none of one that cannot adapt.
+
+        Raises FedvitError as `train` does.
+        """
         evaluations: list[DeviceEvaluation] = []
         for method, group in self._groups([self._devices[name] for name in cohort], number).items():
             program = self._program(method)
-            for some in self._in_parts(method, group, partial(self._test_together, number, method, program)):
+            able = [device for device in group if device.can_train or not program.evaluate.adapt]
+            for some in self._in_parts(method, able, partial(self._test_together, number, method, program)):
                 evaluations += some
         return sorted(evaluations, key=lambda one: one.device)
 
     def _train(self, number: int, work: Mapping[str, Work]) -> Iterator[DeviceResult]:
         for method, group in self._groups([self._devices[name] for name in work], number).items():
-            train = partial(self._train_together, number, method, work[group[0].name])
-            for results in self._in_parts(method, group, train):
+            own = work[group[0].name]
+            able = [device for device in group if device.can_train or not own.program.train]
+            for device in group:
+                if device not in able:
+                    reason = f"none of the {len(device.train)} training images can be decoded"
+                    received_bytes = count_download_bytes(own.program)
+                    yield DeviceResult(device.name, 0, 0.0, 0, received_bytes, {}, reason)
+            for results in self._in_parts(method, able, partial(self._train_together, number, method, own)):
                 yield from results
 
     def _train_together(

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
+from coordinator.record.record import open_record
 from fleet.request import Engine, RunRequest
 from fleet.simulate import simulate
 from tests.support.tiny import TINY_MODEL
@@ -16,8 +17,8 @@ LOCAL = {"method": "local", "options": {"batch_size": 1, "lr": 0.05}}
 BALANCED = {"method": "eftvit", "options": {"batch_size": 2, "local_blocks": 1, "sampler": "balanced", "lr": 0.05}}
 
 
-def write_folders(out: Path, damaged: tuple[int, ...] = ()) -> list[Path]:
-    """Three devices with six images for training each; `damaged` devices have a truncated one."""
+def write_folders(out: Path, damaged: tuple[int, ...] = (), *, all_images: bool = False) -> list[Path]:
+    """Three devices with six images for training each; `damaged` devices have a truncated one, or truncated ones."""
     draw, folders = np.random.default_rng(0), [out / f"device-{number}" for number in range(3)]
     for number, folder in enumerate(folders):
         for path in [folder / split / name for split in ("train", "test") for name in ("a", "b")]:
@@ -25,8 +26,8 @@ def write_folders(out: Path, damaged: tuple[int, ...] = ()) -> list[Path]:
             for image in range(3):
                 Image.fromarray(draw.integers(0, 256, (16, 16, 3), np.uint8)).save(path / f"{image}.png")
         if number in damaged:
-            broken = folder / "train" / "a" / "0.png"
-            broken.write_bytes(broken.read_bytes()[:400])
+            for broken in (folder / "train").glob("*/*.png" if all_images else "a/0.png"):
+                broken.write_bytes(broken.read_bytes()[:400])
     return folders
 
 
@@ -61,5 +62,23 @@ def test_features_with_a_damaged_image_are_chosen_as_on_a_device(tmp_path: Path,
         for engine in engines
     )
     assert torch.keys() == onnx.keys()
+    for name, value in onnx.items():
+        np.testing.assert_allclose(torch[name], value, rtol=1e-2, atol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["local", "fedavg", "fedbabu"])
+def test_a_device_without_an_intact_image_is_left_out(method: str, tmp_path: Path, graph_cache: Path) -> None:
+    """Its task fails, and the run goes on without it, as with devices; also where a test begins with training."""
+    folders = write_folders(tmp_path / "data", (1,), all_images=True)
+    options = {"batch_size": 2, "lr": 0.05, **({"tune_steps": 1} if method == "fedbabu" else {})}
+    values, found = {"method": method, "options": options, "rounds": 2}, []
+    engines: tuple[Engine, ...] = ("torch", "onnx")
+    for engine in engines:
+        home = run(folders, values, tmp_path / engine, engine=engine, graph_cache=graph_cache)
+        with open_record(tmp_path / engine) as store:
+            refusals = {(one.round, one.device, one.kind) for one in store.devices.read_refusals("run")}
+        found.append((load_file(home / "model.safetensors"), refusals))
+    (torch, refused), (onnx, refused_onnx) = found
+    assert {(number, "device-1", "train") for number in (1, 2)} <= refused <= refused_onnx
     for name, value in onnx.items():
         np.testing.assert_allclose(torch[name], value, rtol=1e-2, atol=1e-3, err_msg=name)

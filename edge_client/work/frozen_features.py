@@ -17,7 +17,7 @@ import numpy as np
 from edge_client.storage.feature_file import ID_BYTES, FeatureFile
 from edge_client.storage.vault_key import VaultKey
 from edge_client.work.batches import Fed, batch_rows, pad_rows, training_length
-from edge_client.work.steps import Graph
+from edge_client.work.steps import Answer, Graph
 from fedvit.data.folder import Split
 from fedvit.data.images import DECODING, Flags, Indices, normalise, unfold
 from fedvit.files import name_failure
@@ -77,6 +77,7 @@ class FrozenFeatures:
         self._cut = cut
         self._open_graph = open_graph
         self._graph: Graph | None = None
+        self._answer: Answer | None = None  # of the graph, with the tensors that it reads
         self._values = {f"tensor/{name}": value for name, value in values.items()}
         self._images = images
         self._batch = program.batch
@@ -87,7 +88,7 @@ class FrozenFeatures:
 
     def close(self) -> None:
         self._file.close()
-        self._graph = None
+        self._graph = self._answer = None
 
     def batches(self, phase: Train, order_rng: np.random.Generator, seed_rng: np.random.Generator) -> Iterator[Fed]:
         """Yield the batches of a phase in the order of `training_batches`, with features in place of images."""
@@ -120,16 +121,16 @@ class FrozenFeatures:
 
     def _compute(self, rows: Indices) -> tuple[Array, Flags]:
         """Run the first part on images, and keep the features of those that could be read."""
-        if self._graph is None:
+        if self._graph is None or self._answer is None:
             self._graph = self._open_graph(self._cut.features)
-        graph, batch = self._graph, self._batch
-        size = graph.inputs[SAMPLES].shape[0]
+            self._answer = self._graph.hold(self._values)
+        batch, size = self._batch, self._graph.inputs[SAMPLES].shape[0]
         made, seen = [], []
         for first in range(0, len(rows), size):
             some = rows[first : first + size]
             pictures, readable = self._images.load(some, batch.image_size)
             patches = unfold(normalise(pictures, batch), batch.patch_size)
-            outputs = graph.run({**self._values, SAMPLES: pad_rows(patches, size)})
+            outputs = self._answer({SAMPLES: pad_rows(patches, size)})
             parts = [outputs[value][: len(some)].reshape(len(some), -1) for value in self._cut.inputs.values()]
             features = np.concatenate(parts, axis=1, dtype=np.float32)
             self.computed += 1

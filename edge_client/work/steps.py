@@ -25,6 +25,9 @@ ALIGNED_ELEMENTS = 16
 FEATURE = "batch/feature"
 """Start of the names of inputs that a cut graph reads in place of images (`edge_client.work.frozen_features`)."""
 
+Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Runs a graph that holds its tensors: from the other inputs to all outputs."""
+
 _DTYPES = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
@@ -54,7 +57,7 @@ class Graph:
         except Exception as error:  # onnxruntime's exceptions share no base of their own
             raise _cannot_run(error) from error
 
-    def hold(self, values: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def hold(self, values: Mapping[str, Any]) -> Answer:
         """Return a `run` that needs the other inputs alone; a GPU copies these once."""
         memory = find_memory(self.session)
         if memory.is_host:

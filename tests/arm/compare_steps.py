@@ -17,6 +17,7 @@ from bench.prepare import prepare
 from fedvit.models import SMALL
 from tests.arm.counting import read_counts
 from tests.arm.emulation import ALIKE, ARM, KERNELS, emulate
+from tests.arm.moved import count_moved_bytes
 
 _SQUARE = {"patch_size": 16, "image_size": 64, "mlp_ratio": 4.0, "qkv_bias": True}
 _VIT_B = {**_SQUARE, "width": 768, "heads": 12}
@@ -75,18 +76,23 @@ def main() -> None:
             return instructions
 
         counts = {(case.name, *rest): found for (case, *rest), found in zip(jobs, pool.map(count, jobs), strict=True)}
-    for line in draw_table([case.name for case in cases], counts):
+        moved = {case.name: count_moved_bytes(Path(folder) / f"{case.name}-cortex-a72-fp32") for case in cases}
+    for line in draw_table(moved, counts):
         print(line)
 
 
-def draw_table(names: list[str], counts: dict[tuple[str, ...], int]) -> Iterator[str]:
-    """Draw a Markdown table for each processor: millions of instructions, and their ratio to torch's."""
+def draw_table(moved_bytes: dict[str, int], counts: dict[tuple[str, ...], int]) -> Iterator[str]:
+    """Draw a Markdown table for each processor: millions of instructions, and their ratio to torch's.
+
+    `moved_bytes`: of a step in float32, by case.
+    """
     for processor, programs in PROGRAMS.items():
-        yield f"| {processor} | {' | '.join(programs)} |"
-        yield "|---" * (len(programs) + 1) + "|"
-        for name in names:
+        yield f"| {processor} | {' | '.join(programs)} | moved |"
+        yield "|---" * (len(programs) + 2) + "|"
+        for name, moved in moved_bytes.items():
             torch, *ours = (counts[name, processor, program] / 1e6 for program in programs)
-            yield f"| {name} | {torch:,.0f} | {' | '.join(f'{one:,.0f} ({one / torch:.2f})' for one in ours)} |"
+            cells = " | ".join(f"{one:,.0f} ({one / torch:.2f})" for one in ours)
+            yield f"| {name} | {torch:,.0f} | {cells} | {moved / 1e6:,.0f} MB |"
         yield ""
 
 

@@ -110,7 +110,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own unpickler: that in C takes memory for each number of an object that a file names, up to 64 GB."""
+
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _KNOWN:
             raise DataError(

@@ -193,8 +193,8 @@ def _use_parts(deal: Deal, template: str) -> Deal:
         reason = "was dealt out before, so samples and classes have no effect; leave them out"
     elif deal.validation_share is not None:
         reason = "cannot be divided for validation; remove validation_share and tune"
-    elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():
-        reason = f"has no {GLOBAL_TEST}; remove global_test"
+    elif deal.global_test is not None and not any((folder / GLOBAL_TEST).glob("*/*")):
+        reason = f"has no images in {GLOBAL_TEST}; remove global_test"
     if reason:
         raise ConfigError("FV2129", f"{PARTS} = {template!r}: {folder} {reason}")
     return replace(deal, parts=str(folder), parts_digest=digest_of(content))

@@ -1,5 +1,6 @@
 """The devices of a fleet on this machine, and their folders of images."""
 
+import re
 from pathlib import Path
 
 from fedvit.errors import ConfigError
@@ -8,7 +9,8 @@ from fedvit.hints import command
 
 def device_folders(parts: Path, count: int | None) -> list[Path]:
     """List the first `count` device folders of a partition, or all. Raises ConfigError when there are fewer."""
-    folders = sorted(parts.glob("device-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    numbered = (path for path in parts.glob("device-*") if re.fullmatch(r"device-\d+", path.name, re.ASCII))
+    folders = sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]))
     if not folders:
         partition = command("fleet", "partition", "--out", parts)
         raise ConfigError("FV2101", f"{parts} holds no device-0, device-1, ...: make them with `{partition}`")

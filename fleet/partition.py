@@ -131,6 +131,8 @@ def deal(
     # a stream of its own: devices have 0, 1, ...
     rng = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(devices,)))
     dealt, apart = _split(samples, _draw_samples(samples, settings), settings.global_test or 0.0, rng)
+    if settings.global_test and not len(apart):
+        raise ConfigError("FV2003", f"global_test = {settings.global_test} sets none of the {len(dealt)} images apart")
     division = Division(
         [dealt[part] for part in deal_out(rule, samples.annotations.rows(dealt), devices, settings.seed)],
         partition,

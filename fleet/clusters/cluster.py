@@ -143,7 +143,7 @@ class Cluster:
 
     def at_once(self, needs: Sequence[Resources]) -> int:
         """Count the smallest of these programs that can run at the same time."""
-        return sum(max(capacity(node, each) for each in set(needs)) for node in self.nodes().values())
+        return sum(max((capacity(node, each) for each in set(needs)), default=0) for node in self.nodes().values())
 
     def run(self, job: ProgramJob, parts: Any, work: Files, needs: Resources) -> Any:
         """Run a program as a task on some node; `parts` is a reference to Files by `ray.put`. Returns its reports."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import psutil
@@ -29,7 +29,7 @@ def check_archive(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:
         raise DataError("FV2010", f"{path}: no readable .npz file: {error}") from error
     check_memory(path, sum(member.file_size for member in members))
     return [member.filename.removesuffix(".npy") for member in members]
@@ -52,13 +52,23 @@ def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
 
 def _check_header(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     """Check that a header says no more bytes than the array has, as numpy allocates them before it reads."""
-    form = np.lib.format
     with archive.open(member) as file:
-        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        shape, _, dtype = read(file)
+        shape, dtype = read_header(file)
     declared, name = prod(shape) * dtype.itemsize, member.filename.removesuffix(".npy")
     if declared > member.file_size:
         raise DataError("FV2010", f"{path}: {name} has {member.file_size} bytes, but its header says {declared}")
+
+
+def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read shape and type of an array of numpy. Raises ValueError."""
+    form = np.lib.format
+    try:
+        read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except Exception as error:
+        # broad, because numpy's parser raises nearly anything on damaged headers (TokenError, TypeError, ...)
+        raise ValueError(f"no header of an array: {type(error).__name__}: {error}") from error
+    return shape, dtype
 
 
 def to_pixels(images: Array, where: str) -> Pixels:

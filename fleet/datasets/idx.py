@@ -13,6 +13,7 @@ import numpy as np
 
 from fedvit.data.images import Indices, Pixels
 from fedvit.errors import DataError
+from fleet.datasets.arrays import check_memory
 from fleet.datasets.samples import Samples, join_batches
 
 _IMAGES = re.compile(r"(?P<set>.*?)(train|t10k|test)-images[-.]idx3-ubyte(\.gz)?")
@@ -84,6 +85,7 @@ def _read_bytes(path: Path, dimensions: int) -> Pixels:
                 )
             shape = np.frombuffer(header, dtype=">u4")[1:].tolist()
             expected = int(np.prod(shape, dtype=object))
+            check_memory(path, expected)
             content = file.read(expected + 1)  # bounded, however much a small packed file holds
     except (OSError, EOFError, zlib.error) as error:
         raise DataError("FV2008", f"{path}: {error}") from error

@@ -89,7 +89,7 @@ def open_tree(path: Path) -> Tree[ImageFile]:
         raise DataError("FV2001", f"{path}: there is no such folder or file")
     try:
         archive = zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError) as error:
+    except (*_CANNOT_OPEN, ValueError) as error:  # ValueError: a name is not the text that the archive says
         raise DataError("FV2001", f"{path}: neither a folder nor a readable .zip: {error}") from error
     return _unwrap(_archive_tree(archive, path))
 
@@ -127,7 +127,7 @@ def _archive_tree(archive: zipfile.ZipFile, path: Path) -> Tree[ImageFile]:
     root: Tree[ImageFile] = Tree()
     for member in archive.infolist():
         parts = _inside(member.filename, path)
-        if any(is_hidden(part) for part in parts):
+        if not parts or any(is_hidden(part) for part in parts):
             continue
         tree = root
         for part in parts if member.is_dir() else parts[:-1]:

@@ -92,7 +92,7 @@ def _read_file(file: Path) -> list[tuple[str, Array, Array]]:
     try:
         check_memory(file, _MEMORY * file.stat().st_size)
         content = msgspec.json.decode(file.read_bytes(), type=_LeafImages)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
         raise DataError("FV2005", f"{file}: not LEAF's JSON with 'users' and 'user_data': {error}") from error
     read = []
     for user in content.users:

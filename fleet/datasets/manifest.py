@@ -103,6 +103,8 @@ def _read_other(
     if purpose == "labels":
         sets = [tuple(sorted({name.strip() for name in row[column].split(SEPARATOR)} - {""})) for _, row in rows]
         classes = tuple(sorted({name for names in sets for name in names}))
+        if not classes:
+            raise DataError("FV2008", f"{path}: no image has a class in column {column}")
         return classes, OtherLabels(task="multi_label", values=make_sets(sets, classes))
     if purpose == "mask":
         return _read_masks(path, [(line, row[column]) for line, row in rows])

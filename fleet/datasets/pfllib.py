@@ -61,10 +61,10 @@ def _read_client(file: Path) -> tuple[Array, Array]:
     try:
         with zipfile.ZipFile(file) as archive, archive.open("data.npy") as content:
             data = unpickle_array(content)
-    except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, DataError) as error:
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, DataError) as error:
         code = error.code if isinstance(error, DataError) else "FV2010"
         raise DataError(code, f"{file}: {error}") from error
     images, labels = data.get("x"), data.get("y")
-    if not isinstance(images, np.ndarray) or not isinstance(labels, np.ndarray):
+    if not isinstance(images, np.ndarray) or not isinstance(labels, np.ndarray) or not images.ndim:
         raise DataError("FV2010", f"{file}: data has {', '.join(data) or 'nothing'}, expected arrays x and y")
     return images, to_labels(labels, len(images), f"{file}: y")

@@ -13,6 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from fedvit.errors import DataError
+from fleet.datasets.arrays import read_header
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
@@ -49,10 +50,8 @@ def unpickle(file: IO[bytes], reader: "type[_Unpickler] | None" = None) -> dict[
 def unpickle_array(file: IO[bytes]) -> dict[str, Any]:
     """Read a dictionary that numpy saved as an array with one object. Raises OSError, and DataError."""
     try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, _, dtype = read(file)
-    except (KeyError, ValueError) as error:
+        shape, dtype = read_header(file)
+    except ValueError as error:
         raise DataError("FV2009", f"no array of numpy: {error}") from error
     if dtype != np.dtype(object) or shape != ():
         raise DataError("FV2009", f"holds {dtype} of shape {shape}, expected one dictionary")
@@ -111,7 +110,9 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's own unpickler: that in C takes memory for each number of an object that a file names, up to 64 GB."""
+
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) not in _KNOWN:
             raise DataError(

@@ -1,6 +1,5 @@
 """Text of several sources, each of which may become a device: plays with "ROLE:" lines, and LEAF's JSON."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +89,8 @@ def _leaf(path: Path, files: list[Path], context: int | None) -> Texts:
     lengths: set[int] = set()
     for file in files:
         try:
-            content = msgspec.convert(json.loads(file.read_bytes()), _Leaf)
-        except (OSError, ValueError, msgspec.ValidationError) as error:
+            content = msgspec.json.decode(file.read_bytes(), type=_Leaf)
+        except (OSError, UnicodeDecodeError, RecursionError, msgspec.MsgspecError) as error:
             raise DataError("FV2005", f"{file}: not LEAF's JSON with 'users' and 'user_data': {error}") from error
         for user in content.users:
             data: Any = content.user_data.get(user)

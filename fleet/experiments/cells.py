@@ -62,6 +62,7 @@ class GridCell(Struct, frozen=True, kw_only=True):
     run: dict[str, Any]  # a run's whole configuration
     engine: Engine = "onnx"
     precision: ProductPrecision = "fp32"
+    weights_digest: str | UnsetType = UNSET  # of the file of pretrained weights
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
     novel: NovelDevices | UnsetType = UNSET
     attention: HeadFusion | UnsetType = UNSET  # UNSET: mean

@@ -11,9 +11,10 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from coordinator.compute.planning.checks import checked_config
-from fedvit.blobs import digest_of
+from fedvit.blobs import digest_of, digest_of_file
 from fedvit.data.layout import PARTITION_FILE
-from fedvit.errors import ConfigError
+from fedvit.errors import ConfigError, StorageFailed
+from fedvit.files import name_failure
 from fedvit.methods import make_method, method_class
 from fedvit.wire.topics import check_name
 from fleet.experiments.cells import SCHEMA, Deal, Grid, GridCell, NovelDevices, Rung, Search, SearchPoint
@@ -60,10 +61,11 @@ class _Comparison(NamedTuple):
     method: str
     partition: str
     rule: tuple[str, dict[str, Any]]  # the partition's kind and all its options
+    weights_digest: str | UnsetType  # of the file of pretrained weights
 
 
 def plan_grid(file: ExperimentFile) -> Grid:
-    """Plan all cells of an experiment. Raises ConfigError naming the file, the key and what is allowed."""
+    """Plan all cells of an experiment. Raises ConfigError naming file, key and what is allowed, and StorageFailed."""
     experiment, where = file.experiment, str(file.path)
     methods = _complete_methods(experiment, where)
     runs = {
@@ -76,6 +78,9 @@ def plan_grid(file: ExperimentFile) -> Grid:
     _check_novel_options(experiment, methods, where)
     rules = {name: _complete_partition(name, table, where) for name, table in experiment.partitions.items()}
     tuned = {name: read_tune(table) for name, table in experiment.methods.items()}
+    pretrained = experiment.model.pretrained
+    with name_failure(f"cannot read {pretrained}", StorageFailed, "FV1701"):
+        weights = digest_of_file(Path(pretrained)) if isinstance(pretrained, str) else UNSET
     return Grid(
         name=file.path.stem,
         description=file.description,
@@ -83,14 +88,14 @@ def plan_grid(file: ExperimentFile) -> Grid:
         methods={name: {**points[0].options, **tuned[name]} for name, points in methods.items()},
         partitions={name: {**experiment.partitions[name], **options} for name, (_, options) in rules.items()},
         cells=tuple(
-            _make_cell(_Comparison(experiment, method, partition, rule), seed, points[0][1])
+            _make_cell(_Comparison(experiment, method, partition, rule, weights), seed, points[0][1])
             for seed in experiment.seeds
             for partition, rule in rules.items()
             for method, points in runs.items()
             if not tuned[method]
         ),
         searches=tuple(
-            _make_search(_Comparison(experiment, method, partition, rule), points)
+            _make_search(_Comparison(experiment, method, partition, rule, weights), points)
             for partition, rule in rules.items()
             for method, points in runs.items()
             if tuned[method]
@@ -140,6 +145,7 @@ def _make_cell(
         run={**runs.training, "seed": seed},
         engine=experiment.engine,
         precision=experiment.precision,
+        weights_digest=comparison.weights_digest,
         tried=tried,
         novel=novel,
         attention=experiment.attention if pictures and experiment.attention != "mean" else UNSET,
@@ -187,8 +193,8 @@ def _use_parts(deal: Deal, template: str) -> Deal:
         reason = "was dealt out before, so samples and classes have no effect; leave them out"
     elif deal.validation_share is not None:
         reason = "cannot be divided for validation; remove validation_share and tune"
-    elif deal.global_test is not None and not (folder / GLOBAL_TEST).is_dir():
-        reason = f"has no {GLOBAL_TEST}; remove global_test"
+    elif deal.global_test is not None and not any((folder / GLOBAL_TEST).glob("*/*")):
+        reason = f"has no images in {GLOBAL_TEST}; remove global_test"
     if reason:
         raise ConfigError("FV2129", f"{PARTS} = {template!r}: {folder} {reason}")
     return replace(deal, parts=str(folder), parts_digest=digest_of(content))

@@ -109,8 +109,13 @@ def read_results(experiment: str) -> ExperimentOutcome:
 
 def _check_names(outcome: ExperimentOutcome, file: Path) -> None:
     """Check the names that become parts of files. Raises ConfigError."""
-    partitions = outcome.partitions
-    for name in (outcome.experiment.replace(" ", "-"), *outcome.methods, *partitions):
+    partitions, option = outcome.partitions, outcome.settings.get("across")
+    for name in (
+        outcome.experiment.replace(" ", "-"),
+        *outcome.methods,
+        *partitions,
+        *([str(option)] if option else []),
+    ):
         if not is_name(name):
             raise ConfigError("FV2125", f"{file}: {name[:80]!r} is not the name of a method, partition or experiment")
     if outcome.methods and outcome.reference not in outcome.methods:

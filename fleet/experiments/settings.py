@@ -251,9 +251,10 @@ def _check_settings(experiment: Experiment, where: str) -> None:
             f"{where}: [novel]: devices = {experiment.novel.devices} leaves none of the experiment's"
             f" {experiment.devices} devices for the training",
         )
-    if experiment.attacks and experiment.devices < 2:
+    if experiment.attacks and experiment.devices - (experiment.novel.devices if experiment.novel else 0) < 2:
         raise ConfigError(
-            "FV2107", f"{where}: attacks = {experiment.attacks}: the attacker needs images of a second device"
+            "FV2107",
+            f"{where}: attacks = {experiment.attacks}: the attacker needs images of a second device that trains",
         )
     experiment.ray.check(list(experiment.methods), list(experiment.partitions), where)
 

@@ -137,8 +137,25 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
                 mean=round(one.mean, _DIGITS), interval=_round(one.interval),
             )
             for one in outcome.differences
-        ],
+        ] + _list_single_differences(outcome),
     )  # fmt: skip
+
+
+def _list_single_differences(outcome: ExperimentOutcome) -> list[KeptDifference]:
+    """List the differences of a single seed, which have no interval."""
+    accuracies = {
+        (cell.method, cell.partition, cell.seed): cell.result.accuracy.mean for cell in outcome.cells if cell.result
+    }
+    return [
+        KeptDifference(
+            method=method, reference=outcome.reference, partition=partition, seeds=1,
+            mean=round(accuracies[method, partition, seed] - accuracies[outcome.reference, partition, seed], _DIGITS),
+        )
+        for method, partition, seed in accuracies
+        if method != outcome.reference
+        and (outcome.reference, partition, seed) in accuracies
+        and outcome.difference(method, partition) is None
+    ]  # fmt: skip
 
 
 def write_kept_results(outcome: ExperimentOutcome, folder: Path) -> Path:

@@ -314,6 +314,7 @@ class TestDeal:
             (DealSettings(global_test="official"), False, "FV2013"),
             (DealSettings(test_share="official", global_test="official"), True, "FV2013"),
             (DealSettings({"classes_per_device": 1}, test_share="official"), True, "FV2003"),
+            (DealSettings(global_test="official", samples=2), True, "FV2003"),
             (DealSettings(samples=31), True, "FV2150"),
             (DealSettings(classes=3), True, "FV2150"),
         ],

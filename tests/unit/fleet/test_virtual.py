@@ -9,7 +9,7 @@ import pytest
 from coordinator.rounds.coordinator import Coordinator
 from fedvit.errors import ConfigError
 from fleet import simulate as simulation
-from fleet.devices import virtual_devices
+from fleet.devices import device_folders, virtual_devices
 from fleet.partition import DealSettings, deal
 from fleet.request import RunRequest
 from fleet.virtual import Host, share
@@ -102,6 +102,12 @@ def test_folders_are_dealt_out_in_turn(parts: Path) -> None:
     halves = [share(devices, number, 2) for number in (0, 1)]
     assert halves[0] | halves[1] == devices
     assert [len(half) for half in halves] == [3, 2]
+
+
+def test_other_names_are_no_devices(tmp_path: Path) -> None:
+    for name in ("device-10", "device-9", "device-9 (copy)", "device-pi", "device-"):
+        (tmp_path / name).mkdir()
+    assert [folder.name for folder in device_folders(tmp_path, None)] == ["device-9", "device-10"]
 
 
 def test_no_folders(tmp_path: Path) -> None:

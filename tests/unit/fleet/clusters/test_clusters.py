@@ -4,13 +4,16 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from fedvit.errors import ConfigError, StorageFailed
+from fleet.clusters.cluster import Cluster
 from fleet.clusters.programs import ProgramJob, pack, pause, run_program, unpack
 from fleet.clusters.resources import NodeRequest, RayTable, Resources
 from fleet.processes import Fleet
@@ -97,6 +100,23 @@ class TestResources:
     def test_refused(self, tmp_path: Path, table: str, code: str) -> None:
         with pytest.raises(ConfigError, check=has_code(code)):
             read_grid(written(tmp_path, FILE + f"\n[ray]\n{table}\n"))
+
+
+class TwoCores:
+    """Ray's answers for a cluster of one node."""
+
+    def remote(self, **_: Any) -> Callable[[Any], Any]:
+        return lambda function: function
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 2.0}}]
+
+
+def test_a_cluster_has_room_for_no_program_where_none_waits() -> None:
+    """All cells of an experiment may be finished."""
+    cluster = Cluster(TwoCores())
+    assert cluster.at_once([Resources(1, 0, 0), Resources(2, 0, 0)]) == 2
+    assert cluster.at_once([]) == 0
 
 
 def test_a_stopped_program_ends_with_its_parent(tmp_path: Path) -> None:

@@ -82,9 +82,14 @@ def test_one_of_several_sets(tmp_path: Path) -> None:
         gzip.compress(idx(np.zeros((3, 6, 6))))[:-9],
         gzip.compress(idx(np.zeros((3, 6, 6))))[:12] + b"\xff\xff\xff",
         gzip.compress(idx(np.zeros((3, 6, 6))) + bytes(10**7)),
+        bytes([0, 0, 8, 3]) + struct.pack(">3I", 1 << 31, 1 << 15, 1 << 15),
+        bytes([0, 0, 8, 3]) + b"\xff" * 12,
     ],
-    ids=["empty", "png", "labels", "short", "long", "cut archive", "damaged archive", "archive of many bytes"],
-)
+    ids=[
+        "empty", "png", "labels", "short", "long", "cut archive", "damaged archive", "archive of many bytes",
+        "more than the memory", "more than an index",
+    ],
+)  # fmt: skip
 def test_error_names_the_damaged_file(tmp_path: Path, content: bytes) -> None:
     write_mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(content)

@@ -151,3 +151,25 @@ def test_an_image_that_goes_away_is_named(tmp_path: Path) -> None:
     (path / "cat/0.png").unlink()
     with pytest.raises(DataError, check=has_code("FV1403")):
         samples.images[np.array([0])]
+
+
+@pytest.mark.parametrize("name", ["", ".", "./"])
+def test_a_member_without_a_name_does_not_count(tmp_path: Path, name: str) -> None:
+    path = in_zip(tmp_path, {"cat/0.png": png(1)})
+    nameless = zipfile.ZipInfo()
+    nameless.filename = name
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(nameless, b"x")
+    assert len(read_imagefolder(path, 4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("é".encode(), b"\xff\xfe"), (b"PK\x01\x02\x14\x03\x14", b"PK\x01\x02\x14\x03\x63")]
+)
+def test_an_archive_that_cannot_be_listed_is_named(tmp_path: Path, before: bytes, after: bytes) -> None:
+    """A name is not UTF-8, or a later version of the format is needed."""
+    path = in_zip(tmp_path, {"é/0.png": png(1)})
+    assert before in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(before, after))
+    with pytest.raises(DataError, check=has_code("FV2001", "set.zip")):
+        read_imagefolder(path, 4)

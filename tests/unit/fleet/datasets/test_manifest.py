@@ -90,6 +90,7 @@ def test_paths_that_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
         ("path,label\nimages/0.png,a,b\n", "FV2008", "line 2"),
         ('path,label\n"images/0.png,a\n', "FV2008", "list.csv"),
         ("path,label\nimages/7.png,a\n", "FV2008", "7.png"),
+        ("path,labels\nimages/0.png,\nimages/1.png, ; \n", "FV2008", "labels"),
     ],
 )
 def test_error_names_line_and_column(tmp_path: Path, text: str, code: str, name: str) -> None:

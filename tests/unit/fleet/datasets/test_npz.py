@@ -97,6 +97,22 @@ def test_an_array_that_says_more_than_it_has_is_refused(tmp_path: Path, images: 
         read_samples(str(path), 4)
 
 
+@pytest.mark.parametrize("header", ["{'descr': '<f4', ", "{[]: 1}", "(" * 5000])
+def test_a_damaged_header_names_the_file(tmp_path: Path, header: str) -> None:
+    path = write(tmp_path / "a.npz", y=np.zeros(1, np.int64))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode())
+    with pytest.raises(DataError, check=has_code("FV2010", "a.npz")):
+        read_samples(str(path), 4)
+
+
+def test_a_name_that_is_no_text_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.npz", é=GRAY)
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xfe"))
+    with pytest.raises(DataError, check=has_code("FV2010", "a.npz")):
+        read_samples(str(path), 4)
+
+
 def test_other_files_are_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "b.npz").write_bytes(b"no archive")
     assert not is_npz(tmp_path / "b.npz")

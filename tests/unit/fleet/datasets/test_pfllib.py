@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,21 @@ def test_clients_are_domains_with_their_own_test_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [{"x": np.zeros((2, 3, 8, 8))}, {"x": [1], "y": np.zeros(1, int)}, {"x": np.zeros((2, 8, 8)), "y": np.zeros(2)}],
-)
+    [
+        {"x": np.zeros((2, 3, 8, 8))}, {"x": [1], "y": np.zeros(1, int)}, {"x": np.zeros((2, 8, 8)), "y": np.zeros(2)},
+        {"x": np.array(1), "y": np.zeros(1, int)},
+    ],
+)  # fmt: skip
 def test_wrong_content_names_the_file(tmp_path: Path, data: Any) -> None:
     save(tmp_path / "train" / "0.npz", data)
+    with pytest.raises(DataError, check=has_code("FV2010", "0.npz")):
+        read_pfllib(tmp_path, 8)
+
+
+def test_an_array_without_a_suffix_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with zipfile.ZipFile(tmp_path / "train" / "0.npz", "w") as archive:
+        archive.writestr("data", b"")
     with pytest.raises(DataError, check=has_code("FV2010", "0.npz")):
         read_pfllib(tmp_path, 8)
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_error_names_the_damaged_or_missing_file(tmp_path: Path, content: bytes 
         (tmp_path / "batch").write_bytes(content)
     with pytest.raises(DataError, check=has_code("FV2008" if content is None else "FV2009", "batch: ")):
         read_pickle(tmp_path / "batch")
+
+
+def test_a_number_of_an_object_takes_no_memory(tmp_path: Path) -> None:
+    """The file gives None the number 2^24, for which the unpickler in C takes 256 MB."""
+    (tmp_path / "batch").write_bytes(b"\x80\x02Nr\0\0\0\x010}.")
+    tracemalloc.start()
+    try:
+        assert read_pickle(tmp_path / "batch") == {}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    finally:
+        tracemalloc.stop()
 
 
 def test_our_records_cannot_be_changed_by_a_file(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def test_samples_of_leaf_stay_what_they_are(tmp_path: Path) -> None:
         "no json",
         '{"users": ["a"], "user_data": {}}',
         '{"users": ["a"], "user_data": {"a": {"x": ["ab", "a"], "y": ["c", "c"]}}}',
+        '{"users": ["a"], "user_data": {"a": {"x": ["a\\ud800"], "y": ["c"]}}}',
+        '{"other": ' + "[" * 100_000,
     ],
+    ids=["no data", "no json", "no user", "lengths", "half a character", "depth"],
 )
 def test_file_that_is_not_leafs_says_why(tmp_path: Path, content: str) -> None:
     with pytest.raises(DataError, check=has_code("FV2005")):

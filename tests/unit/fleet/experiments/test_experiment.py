@@ -246,6 +246,16 @@ class TestGrid:
         assert read_experiment(file).experiment.model.pretrained is False
         assert read_experiment(file, pretrained="w.safetensors").experiment.model.pretrained == "w.safetensors"
 
+    def test_cells_with_other_weights_run_again(self, tmp_path: Path) -> None:
+        """The file has the same name, as that of backbone-small.toml after another run."""
+        (file,) = (path for path in SHIPPED if path.stem == "pfedpg-table4-small")
+        digests = []
+        for content in (b"first", b"second", b"first"):
+            (tmp_path / "weights").write_bytes(content)
+            digests.append({cell.digest for cell in read_grid(file, "digits", str(tmp_path / "weights")).cells})
+        assert digests[0] == digests[2]
+        assert not digests[0] & digests[1]
+
     @pytest.mark.parametrize(
         "file",
         [

@@ -184,6 +184,11 @@ def test_search_leaves_novel_devices_out(tmp_path: Path) -> None:
     ("old", "new", "code"),
     [
         ("[novel]\ndevices = 1", "[novel]\ndevices = 4", "FV2107"),
+        (
+            FILE[FILE.index("\n[model]") : FILE.index("rounds = 2\noptions")],
+            "attacks = 1\n[novel]\ndevices = 3\n",
+            "FV2107",
+        ),
         ("options = { epochs = 2 }", "options = { epoch = 2 }", "FV2107"),
         ("options = { epochs = 2 }", "options = { epochs = 0 }", "FV1104"),
         ("[novel]\ndevices = 1\nrounds = 2\noptions = { epochs = 2 }", "", "FV2107"),

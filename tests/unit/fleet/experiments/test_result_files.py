@@ -161,6 +161,7 @@ class TestRead:
         ("old", "new"),
         [
             ('"even"', '"../../even"'), ('"fedper"', '"-rf"'), ('"reference":null', '"reference":"other"'),
+            ('"across":null', '"across":"../../x"'),
             ('"seeds":[0,1]', '"seeds":"all"'), ('{"schema"', '[{"schema"'), ('"method":"fedper"', '"method":"fedrep"'),
         ],
     )  # fmt: skip

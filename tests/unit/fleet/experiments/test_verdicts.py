@@ -88,6 +88,16 @@ def test_kept_results_are_those_of_the_experiment(tmp_path: Path) -> None:
     assert difference.interval == Interval(round(0.275 - 12.7062 * 0.025, 4), round(0.275 + 12.7062 * 0.025, 4))
 
 
+def test_a_difference_of_a_single_seed_is_kept_without_an_interval(tmp_path: Path) -> None:
+    grid = read_grid(written_experiment(tmp_path, FILE))
+    first = [FinishedCell(cell, make_measured_result(CURVES[cell.path]), None) for cell in grid.cells if not cell.seed]
+    kept = keep_results(make_outcome(grid, first))
+    means = {one.method: one.mean for one in kept.accuracies}
+    difference = kept.find_difference("fedper", "fedavg", "even")
+    assert (difference.seeds, difference.interval) == (1, None)
+    assert difference.mean == pytest.approx(means["fedper"] - means["fedavg"])
+
+
 def test_generated_differences_are_reported_and_kept(tmp_path: Path) -> None:
     grid = read_grid(written_experiment(tmp_path, FILE))
     results = [

@@ -50,8 +50,8 @@ class ResultFile:
         content = msgspec.json.encode(line) + b"\n"
         with name_failure(f"cannot write {self._file}"):
             if self._file == STDOUT:
-                sys.stdout.buffer.write(content)
-                sys.stdout.buffer.flush()
+                sys.stdout.write(content.decode())  # the guarded stream of a program takes text alone
+                sys.stdout.flush()
                 return
             with self._file.open("ab", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size

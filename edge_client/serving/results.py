@@ -33,6 +33,8 @@ class ResultLine(Struct, frozen=True, omit_defaults=True):
 
 def make_line(source: str, picture: str, prediction: Classification | None, error: str = "") -> ResultLine:
     """Return the line of a picture."""
+    # bytes of file names that are not UTF-8 are no text: JSON has them as escapes
+    source, picture, error = (text.encode(errors="backslashreplace").decode() for text in (source, picture, error))
     if prediction is None:
         return ResultLine(time.time(), source, picture, error=error)
     label, answers = describe_answers(prediction)

@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -68,3 +69,13 @@ def test_standard_output_of_the_program_gets_lines(
     line = capsys.readouterr().out
     assert line.rstrip("\n").isprintable()
     assert json.loads(line)["picture"] == "\u202e1.jpg"
+
+
+def test_name_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    file = ResultFile(tmp_path / "lines")
+    file.write(make_line("camera", name, predict()))
+    file.write(make_line("camera", name, None, f"cannot read image /camera/{name}"))
+    answer, error = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert (answer["picture"], answer["label"]) == (r"caf\udce9.jpg", "cat")
+    assert error["error"].endswith(r"caf\udce9.jpg")

@@ -116,20 +116,27 @@ class SmallServer(ThreadingMixIn, TCPServer):
             is_served = self._open.total() < self.at_once and self._open[client] < most_here
             if is_served:
                 self._open[client] += 1
-        if is_served:
-            super().process_request(request, client_address)
-        else:
+        if not is_served:
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._forget(client_address)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            client = self._client(client_address)
-            with self._lock:
-                self._open[client] -= 1
-                if not self._open[client]:
-                    del self._open[client]
+            self._forget(client_address)
+
+    def _forget(self, client_address: Any) -> None:
+        client = self._client(client_address)
+        with self._lock:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
 
     def _client(self, client_address: Any) -> str:
         return "" if self.socket_path else network_of(client_address[0])

@@ -7,10 +7,9 @@ import sys
 import zipfile
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from starlette.background import BackgroundTask
 from starlette.responses import FileResponse, Response
 
 from coordinator.http_api.routes import Routes, Site
@@ -59,8 +58,19 @@ async def _send(site: ApiSite, run: str, name: str, *words: str, kind: str) -> R
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    clean = BackgroundTask(shutil.rmtree, folder, ignore_errors=True)
-    return FileResponse(made, media_type=kind, filename=f"{known}-{made.name}", background=clean)
+    return _OwnFile(made, media_type=kind, filename=f"{known}-{made.name}", headers={"accept-ranges": "none"})
+
+
+class _OwnFile(FileResponse):
+    """A file that was made for one request. Its folder in the temporary one is removed however the answer ends."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the whole file: the part of another file that a client has does not belong to this one."""
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        try:
+            await super().__call__({**scope, "headers": headers}, receive, send)
+        finally:
+            shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 async def _run(*words: str) -> None:

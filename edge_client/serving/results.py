@@ -33,6 +33,8 @@ class ResultLine(Struct, frozen=True, omit_defaults=True):
 
 def make_line(source: str, picture: str, prediction: Classification | None, error: str = "") -> ResultLine:
     """Return the line of a picture."""
+    # bytes of file names that are not UTF-8 are no text: JSON has them as escapes
+    source, picture, error = (text.encode(errors="backslashreplace").decode() for text in (source, picture, error))
     if prediction is None:
         return ResultLine(time.time(), source, picture, error=error)
     label, answers = describe_answers(prediction)
@@ -50,8 +52,8 @@ class ResultFile:
         content = msgspec.json.encode(line) + b"\n"
         with name_failure(f"cannot write {self._file}"):
             if self._file == STDOUT:
-                sys.stdout.buffer.write(content)
-                sys.stdout.buffer.flush()
+                sys.stdout.write(content.decode())  # the guarded stream of a program takes text alone
+                sys.stdout.flush()
                 return
             with self._file.open("ab", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size

@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +55,7 @@ class TrainedModel:
     reported: Reported | None = None
     training: Training | None = None
     licence: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the method
+    options: Mapping[str, Any] | None = None  # of the method; None: unknown here
     model_options: Mapping[str, Any] | None = None  # None: unknown here
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from export.bundle.write import TrainedModel, new_folder
-from export.formats.timm_folder import find_lora, list_tensors, lora_scale
+from export.formats.timm_folder import find_lora, list_tensors, lora_scale, merge_lora
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
 from fedvit.tensors import Tensors, pack
@@ -25,6 +25,7 @@ def write(out: Path, trained: TrainedModel) -> list[str]:
     pairs = dict.fromkeys(projection for projection, _ in find_lora(tensors))
     if not pairs:
         raise ConfigError("FV1909", f"method {trained.origin.method!r} trains no LoRA adapter: choose another format")
+    merge_lora(tensors, trained)  # refuses what PEFT has no place for, too
     adapter: Tensors = {f"{_ROOT}head.{part}": tensors[f"head.{part}"] for part in ("weight", "bias")}
     rank = 0
     for projection in pairs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from export.bundle.measure import LEAST_SCALE, RunGraph, random_pictures
 from export.bundle.write import TrainedModel, new_folder
 from fedvit.errors import ConfigError
 from fedvit.files import atomic_write
@@ -28,6 +29,8 @@ _BASE = "vit_tiny_patch16_224"
 """Architecture of timm whose arguments describe our small model completely."""
 _NORM_EPS = 1e-6
 """The epsilon of timm's layer norms; a model with another one cannot be described by arguments."""
+_TOLERANCE = 1e-3
+"""Largest difference of answers with merged additions, relative to the largest."""
 
 
 def write(out: Path, trained: TrainedModel) -> list[str]:
@@ -90,7 +93,7 @@ def find_lora(tensors: Tensors) -> Iterator[tuple[str, str]]:
 
 def lora_scale(trained: TrainedModel, rank: int) -> float:
     """Return the factor of the product of both LoRA factors."""
-    return float(trained.options.get("alpha", LORA_ALPHA)) / rank
+    return float((trained.options or {}).get("alpha", LORA_ALPHA)) / rank
 
 
 def merge_lora(tensors: Tensors, trained: TrainedModel) -> Tensors:
@@ -105,7 +108,24 @@ def merge_lora(tensors: Tensors, trained: TrainedModel) -> Tensors:
         first = 0 if part == "q" else 2 * rows
         weight[first : first + rows] += lora_scale(trained, len(a)) * np.matmul(b, a)
         merged[f"{projection}.weight"] = weight
+    if trained.options is None and len(merged) < len(tensors):
+        _check_answers(trained, merged)
     return merged
+
+
+def _check_answers(trained: TrainedModel, merged: Tensors) -> None:
+    """Raise ConfigError if the run's graph answers otherwise with merged weights: a device does not know `alpha`."""
+    values = {**trained.values, **{f"{_PREFIX}{name}": value for name, value in merged.items()}}
+    added = [name for name in values if _LORA.fullmatch(name.removeprefix(_PREFIX))]
+    values |= {name: np.zeros_like(values[name]) for name in added}
+    images = next(random_pictures(trained.batch)).images[:2]
+    want, got = (RunGraph(trained.graph, each, trained.batch, 1)(images) for each in (trained.values, values))
+    if not np.abs(got - want).max() <= _TOLERANCE * max(float(np.abs(want).max()), LEAST_SCALE):
+        raise ConfigError(
+            "FV1909",
+            f"method {trained.origin.method!r}: its alpha is not {LORA_ALPHA:g}, and a device does not know it: choose "
+            "onnx, or export the model at the coordinator",
+        )
 
 
 def _describe(trained: TrainedModel) -> tuple[str, dict[str, Any]]:

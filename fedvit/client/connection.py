@@ -32,12 +32,16 @@ class Connection:
     """
 
     def __init__(self, url: str, token: str, ca_file: Path | None = None) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            self._port = parts.port
+        except ValueError as error:
+            raise ConfigError("FV1815", f"address {url!r}: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
             raise ConfigError("FV1815", f"address {url!r} must be written http(s)://HOST[:PORT]")
         if not token.isascii() or not token.isprintable() or not token:
             raise ConfigError("FV1815", "the token is empty, or has characters that no token has")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._secure, self._host = parts.scheme == "https", parts.hostname
         self._prefix, self._token, self.url = parts.path.rstrip("/") + ROOT, token, url
         try:
             self._context = ssl.create_default_context(cafile=ca_file) if self._secure else None

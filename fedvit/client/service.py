@@ -1,8 +1,10 @@
 """The service of a coordinator on another machine."""
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -22,6 +24,7 @@ from fedvit.client.documents import (
     UsedModel,
 )
 from fedvit.errors import ConfigError, LinkDown
+from fedvit.files import WRITING, name_failure
 
 SERVER, TOKEN, CA = "FEDVIT_SERVER", "FEDVIT_TOKEN", "FEDVIT_SERVER_CA"
 LOOK_EVERY_S = 1.0
@@ -84,10 +87,27 @@ class Service:
         return self.ask(Any, "GET", *path, query=query)
 
     def download(self, file: Path, *path: str, **query: Any) -> None:
-        """Write an answer, such as that of ("runs", RUN, "report"), to a file."""
-        with self.connection.open("GET", path, query) as answer, file.open("wb") as written:
-            while piece := answer.read(1 << 20):
-                written.write(piece)
+        """Write an answer, such as that of ("runs", RUN, "report"), to a file, whole or not at all.
+
+        Raises StorageFailed if it cannot be written.
+        """
+        partial, failure = file.parent / f"{WRITING}{secrets.token_hex(8)}", f"cannot write {file}"
+        try:
+            with (
+                name_failure(failure),
+                partial.open("xb") as written,
+                self.connection.open("GET", path, query) as answer,
+            ):
+                while piece := answer.read(1 << 20):
+                    with name_failure(failure):
+                        written.write(piece)
+                if answer.length:  # http.client says nothing when a connection ends early
+                    raise LinkDown("FV1815", f"{self.connection.url} sent all but {answer.length} bytes")
+            with name_failure(failure):
+                partial.replace(file)
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def follow(self, run: str | None = None) -> Iterator[Event]:
         """Yield events of all runs, or of one until it has ended."""

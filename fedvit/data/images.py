@@ -143,7 +143,9 @@ def read_thumbnail(path: Path, width: int, height: int, *, decoded_bytes: int = 
     Raises DataError as `read_image`.
     """
     image = _decode(path, None, max(width, height), decoded_bytes)
-    return np.array(ImageOps.contain(image, (width, height)), dtype=np.uint8)
+    scale = min(width / image.width, height / image.height)
+    size = [max(1, round(side * scale)) for side in image.size]  # of a very long image a line is left
+    return np.array(image.resize((size[0], size[1])), dtype=np.uint8)
 
 
 def _decode(path: Path, file: BinaryIO | None, least: int, decoded_bytes: int) -> Image.Image:

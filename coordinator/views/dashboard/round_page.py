@@ -54,7 +54,7 @@ COLOURS = {"waiting": "c7", "fetching": "c4", "training": "c0", "upload": "c1", 
 def read_details(store: Record, run: str, number: int) -> RoundDetails:
     """Raises ConfigError if there is no such run or round."""
     store.runs.read(run)
-    record = store.rounds.read(run, number) if number < 2**31 else None
+    record = store.rounds.read(run, number) if 0 < number < 2**31 else None
     if record is None:
         raise ConfigError("FV1806", f"run {run!r} has no round {number}")
     return RoundDetails(

@@ -52,6 +52,11 @@ class RunDetails(Struct, frozen=True):
     classes: list[ClassAccuracy]  # of the newest evaluation
     is_paused: bool  # by the operator
     openings: list[str]  # of its newest rounds
+    opened: int  # number of the newest round
+
+    def estimate_left_s(self) -> float | None:
+        """Estimate the seconds until the run ends; None: unknown."""
+        return estimate_left_s(self.openings, self.run.rounds_planned - self.opened)
 
 
 def read_details(store: Record, run: str) -> RunDetails:
@@ -65,6 +70,7 @@ def read_details(store: Record, run: str) -> RunDetails:
         read_classes(store, view),
         store.runs.is_paused(run),
         store.rounds.list_openings(run, ROUNDS_TIMED),
+        store.rounds.find_last(run),
     )
 
 
@@ -277,8 +283,7 @@ async def show(site: Site, run: str) -> None:
             live = view.status in ("running", "waiting") and status is not None and not status.is_stale()
             awaited = status.waiting_for if status and live else []
             forecast = None if view.rounds else read_forecast(site.folder / run)
-            last = view.rounds[-1].round if view.rounds else 0
-            left_s = estimate_left_s(seen.openings, view.rounds_planned - last) if live and not seen.is_paused else None
+            left_s = seen.estimate_left_s() if live and not seen.is_paused else None
             head.show(run=view, paused=seen.is_paused, status=status if live else None, left_s=left_s)
             if buttons:
                 buttons.show(site, view.status, is_paused=seen.is_paused)

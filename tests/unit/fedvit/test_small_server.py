@@ -129,3 +129,16 @@ def test_clients_of_a_socket_are_bounded_together(tmp_path: Path) -> None:
             link.sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert read_all(link).endswith(b"hello")
             link.close()
+
+
+def test_connection_without_a_thread_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that could start no more threads is served again afterwards."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serve() as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            assert [ask(server) for _ in range(3)] == [b""] * 3
+        assert ask(server).endswith(b"hello")

@@ -1,5 +1,7 @@
 import json
+import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from edge_client.serving.models import Classification
 from edge_client.serving.results import ResultFile, make_line
 from export.bundle.read import ClassProbability
 from fedvit.errors import StorageFailed
+from fedvit.terminal import GuardedStream
 
 
 def predict(*, is_unsure: bool = False) -> Classification:
@@ -56,3 +59,23 @@ def test_line_that_does_not_fit_leaves_no_half(tmp_path: Path) -> None:
 def test_full_disk_is_reported() -> None:
     with pytest.raises(StorageFailed):
         ResultFile(Path("/dev/full")).write(make_line("camera", "1.jpg", predict()))
+
+
+def test_standard_output_of_the_program_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", GuardedStream(sys.stdout))
+    ResultFile(Path("-")).write(make_line("camera", "\u202e1.jpg", predict()))
+    line = capsys.readouterr().out
+    assert line.rstrip("\n").isprintable()
+    assert json.loads(line)["picture"] == "\u202e1.jpg"
+
+
+def test_name_that_is_not_utf8_has_a_line(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    file = ResultFile(tmp_path / "lines")
+    file.write(make_line("camera", name, predict()))
+    file.write(make_line("camera", name, None, f"cannot read image /camera/{name}"))
+    answer, error = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert (answer["picture"], answer["label"]) == (r"caf\udce9.jpg", "cat")
+    assert error["error"].endswith(r"caf\udce9.jpg")

@@ -289,6 +289,12 @@ def test_thumbnail_keeps_its_proportions(tmp_path: Path) -> None:
     assert read_thumbnail(path, 40, 40).shape == (20, 40, 3)
 
 
+def test_thumbnail_of_a_very_long_image_is_not_empty(tmp_path: Path) -> None:
+    for side, shape in (((5000, 1), (1, 40, 3)), ((1, 5000), (40, 1, 3))):
+        path = save_image(tmp_path / "a.png", Image.new("RGB", side))
+        assert read_thumbnail(path, 40, 40).shape == shape
+
+
 class TestAugment:
     IMAGES = np.random.default_rng(1).integers(0, 256, (64, 8, 8, 3), dtype=np.uint8)
 

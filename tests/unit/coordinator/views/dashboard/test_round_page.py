@@ -1,9 +1,16 @@
 """The tasks of a round on one scale of time."""
 
+from pathlib import Path
+
+import pytest
+
 from coordinator.record.tables import RoundRecord, TaskTimes
 from coordinator.record.tasks import TaskHistory
-from coordinator.views.dashboard.round_page import TaskBar, bars
+from coordinator.views.dashboard.round_page import TaskBar, bars, read_details
+from fedvit.errors import ConfigError
 from fedvit.resources import ResourceUse
+from tests.support.codes import has_code
+from tests.support.records import RUN, begin_run
 
 
 def at(seconds: float) -> str:
@@ -57,3 +64,9 @@ def test_bars_show_when_a_device_was_offline() -> None:
         [("c4", 0.0, 10.0), ("c0", 10.0, 10.0), ("c5", 20.0, 80.0)],
         [("c4", 0.0, 10.0), ("c0", 10.0, 30.0), ("c0", 60.0, 40.0), ("c5", 40.0, 20.0)],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [-(2**70), -1, 0, 3, 2**70])
+def test_round_that_a_run_does_not_have_is_named(tmp_path: Path, number: int) -> None:
+    with begin_run(tmp_path) as store, pytest.raises(ConfigError, check=has_code("FV1806", str(number))):
+        read_details(store, RUN, number)

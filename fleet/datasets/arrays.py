@@ -53,13 +53,13 @@ def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
 def _check_header(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     """Check that a header says no more bytes than the array has, as numpy allocates them before it reads."""
     with archive.open(member) as file:
-        shape, dtype = read_header(file)
+        shape, dtype = parse_header(file)
     declared, name = prod(shape) * dtype.itemsize, member.filename.removesuffix(".npy")
     if declared > member.file_size:
         raise DataError("FV2010", f"{path}: {name} has {member.file_size} bytes, but its header says {declared}")
 
 
-def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def parse_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Read shape and type of an array of numpy. Raises ValueError."""
     form = np.lib.format
     try:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from fedvit.errors import DataError
-from fleet.datasets.arrays import read_header
+from fleet.datasets.arrays import parse_header
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def unpickle(file: IO[bytes], reader: "type[_Unpickler] | None" = None) -> dict[
 def unpickle_array(file: IO[bytes]) -> dict[str, Any]:
     """Read a dictionary that numpy saved as an array with one object. Raises OSError, and DataError."""
     try:
-        shape, dtype = read_header(file)
+        shape, dtype = parse_header(file)
     except ValueError as error:
         raise DataError("FV2009", f"no array of numpy: {error}") from error
     if dtype != np.dtype(object) or shape != ():

@@ -60,7 +60,7 @@ def _check_header(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo)
 
 
 def parse_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read shape and type of an array of numpy. Raises ValueError."""
+    """Parse shape and type of an array of numpy. Raises ValueError."""
     form = np.lib.format
     try:
         read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ARM = ROOT / "build" / "arm"
 PROCESSORS = ("cortex-a72", "cortex-a76")
-"""Of a Raspberry Pi 4 and of a Raspberry Pi 5, which alone has instructions for products of 8-bit integers."""
+"""The processors of a Raspberry Pi 4 and 5; the second alone has instructions for products of 8-bit integers."""
 KERNELS = {"PYTHONPATH": str(ARM / "kernels")}
 """The environment in which a program has the optional kernels."""
 ALIKE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}

@@ -265,7 +265,7 @@ def test_steps_with_kernels_train_the_same(
 def test_instructions_of_a_step(
     processor: str, compute: str, environment: dict[str, str], tmp_path: Path, graph_cache: Path
 ) -> None:
-    """Beside a processor's time it knows nothing of caches and of how many instructions it runs at once."""
+    """Count what four steps run. The number says nothing of caches, and of instructions that run at the same time."""
     prepare_steps(tmp_path, graph_cache, compute)
     given = {"QEMU_PLUGIN": f"{ARM / 'instructions.so'},out={tmp_path / 'count'}", **ALIKE, **environment}
     done = json.loads(emulate(processor, "-m", "tests.arm.step_process", tmp_path, 5, **given))

@@ -312,8 +312,8 @@ class Ends:
         self.received = BlobStore(folder / "r0")
         self.sides: list[Side] = []
 
-    def start(self, role: str) -> Side:
-        side = Side("ours", role, name="r0", report_third=True, **self.options)
+    def start(self, role: str, report_third: bool = True) -> Side:
+        side = Side("ours", role, name="r0", report_third=report_third, **self.options)
         self.sides.append(side)
         side.await_ready()
         return side
@@ -341,10 +341,9 @@ def test_a_receiver_that_was_killed_asks_only_for_what_is_missing(ends: Ends) ->
     assert receiver.answer() == {"third": True}
     receiver.process.kill()
     receiver.process.wait()
-    again = ends.start("receiver")
+    again = ends.start("receiver", report_third=False)  # on a busy machine less than a third may be missing
     again.go()
-    while "at" not in again.answer():
-        pass
+    assert "at" in again.answer()
     assert ends.received.has(ends.manifest.digest)
     assert not list(ends.received.folder.rglob("*.part"))
     assert ends.sent_chunks(sender) <= 1.01 * ends.manifest.chunks + WINDOW_CHUNKS + 1

@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from fedvit.errors import BadPayload
 from fedvit.label_forms import LabelForm
@@ -118,6 +118,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     )
     flip: bool = False  # random left-right flip
     brightness: Share = 0.0  # random factor in [1 - brightness, 1 + brightness]
+    views: Annotated[int, Meta(ge=1, le=64)] | UnsetType = UNSET  # fixed augmentations of an image; unset: new ones
     micro_batch: Samples | None = None  # samples of one run of a graph, from which its memory follows; None: batch_size
     labels: LabelForm | None = None  # None: one class for each sample, of text for each character
 
@@ -148,6 +149,10 @@ class Batch(Struct, frozen=True, kw_only=True):
     @property
     def patch_values(self) -> int:
         return 3 * self.patch_size**2
+
+    @property
+    def is_augmented(self) -> bool:
+        return bool(self.crop_padding or self.flip or self.brightness)
 
     @property
     def kept_patches(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedvit.data.folder import Split, TextSplit
-from fedvit.data.images import Flags, Indices, augment, draw_kept, normalise, select, unfold
+from fedvit.data.images import Flags, Indices, augment, draw_kept, draw_variation, normalise, select, unfold
 from fedvit.program import SEEDS, Batch, Program, Train
 from fedvit.tensors import Array
 
@@ -113,7 +113,7 @@ def training_feeds(
         sample = {"tokens": images.tokens[rows], "labels": images.labels[rows], "weight": readable.astype(np.float32)}
         return {f"batch/{name}": pad_rows(values, length) for name, values in sample.items()}, readable
     pictures, readable = images.load(rows, batch.image_size)
-    pictures = augment(pictures, batch, picture_rng)
+    pictures = augment(pictures, batch, draw_variation(rows, batch, picture_rng))
     masked = batch.kept_patches < batch.patches
     kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches) if masked else None
     patches = np.zeros((length, batch.kept_patches, batch.patch_values), np.float32)

@@ -1,7 +1,7 @@
 """Chooses the graphs whose features are kept on the device's disk, and cuts them.
 
-A phase without augmentation and masks runs the layers that it does not train on the same images in each epoch, and, if
-they are frozen, in each round. The graph was checked whole before it is cut here.
+A phase without masks, whose images are not augmented or in a few views each, runs the layers that it does not train on
+the same images in each epoch, and, if they are frozen, in each round. The graph was checked whole before it is cut here.
 """
 
 import hashlib
@@ -36,13 +36,14 @@ class Room(NamedTuple):
     """The place for features."""
 
     folder: FeatureFolder
-    images: int
+    images: int  # on the device
     bytes: int | None  # that all features may take; None: any
 
 
 def cut_graph(program: Program, phase: Train, content: bytes, room: Room) -> CutGraph | None:
     """Cut a phase's graph if its features are worth keeping, and there is room for them."""
-    if not _sees_equal_images(program.batch):
+    views = count_views(program.batch)
+    if views is None:
         return None
     trained = {name for group in phase.groups for name in program.names(group)}
     fixed = [f"tensor/{name}" for name in program.tensors if name not in trained]
@@ -56,7 +57,7 @@ def cut_graph(program: Program, phase: Train, content: bytes, room: Room) -> Cut
         return None
     groups = {name: program.groups[program.tensors[name].group] for name in _list_tensors(cut.features)}
     changing = tuple(name for name, group in groups.items() if group.role is not Role.FROZEN)
-    if changing and phase.epochs * phase.repeats < 2:  # the features would be of use only once
+    if changing and phase.epochs * phase.repeats < 2 * views:  # most features would be of use only once
         return None
     initial = {
         program.tensors[name].group: group.initial or "" for name, group in groups.items() if name not in changing
@@ -64,19 +65,19 @@ def cut_graph(program: Program, phase: Train, content: bytes, room: Room) -> Cut
     features, rest = (b"".join(map(bytes, write_model(part, {}, {}))) for part in (cut.features, cut.rest))
     shapes = {name: cut.rest.shape(name)[1:] for name in cut.inputs}
     digest = hashlib.blake2b(features, digest_size=32).hexdigest()
-    file = room.folder.find_file(digest, sum(map(math.prod, shapes.values())), room.images, room.bytes)
+    records = views * room.images
+    file = room.folder.find_file(digest, sum(map(math.prod, shapes.values())), records, room.bytes)
     if file is None:
         return None
-    return CutGraph(
-        features, rest, cut.inputs, shapes, cut.share, initial, changing, file, room.images, room.folder.key
-    )
+    return CutGraph(features, rest, cut.inputs, shapes, cut.share, initial, changing, file, records, room.folder.key)
 
 
 def _list_tensors(model: Model) -> list[str]:
     return [name.removeprefix("tensor/") for name in model.inputs if name != SAMPLES]
 
 
-def _sees_equal_images(batch: Batch) -> bool:
-    """Return True if an image is the same in each epoch: without augmentation and masks."""
-    varies = batch.crop_padding or batch.flip or batch.brightness or batch.kept_patches < batch.patches
-    return batch.text is None and not varies
+def count_views(batch: Batch) -> int | None:
+    """Return in how many forms an image occurs; None: in a new one each time, with other patches, or it is text."""
+    if batch.text is not None or batch.kept_patches < batch.patches:
+        return None
+    return (batch.views or None) if batch.is_augmented else 1

@@ -292,7 +292,7 @@ class Runtime:
             return self._load(f"{program.graphs[phase.graph].digest}, its first part,", content)
 
         with closing(FrozenFeatures(cut, self.open_features(cut.file), load, program, values, images)) as frozen:
-            yield frozen.batches(phase, order_rng, mask_rng)
+            yield frozen.batches(phase, order_rng, picture_rng, mask_rng)
 
     # --- evaluation -----------------------------------------------------------------------------------
 

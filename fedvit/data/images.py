@@ -172,8 +172,25 @@ class Variation(NamedTuple):
     factors: Floats | None  # (B,) of brightness
 
 
-def draw_variation(samples: int, batch: Batch, rng: np.random.Generator) -> Variation:
-    """Draw the augmentation of `batch` for each sample. Disabled kinds draw nothing from `rng`."""
+def draw_variation(rows: Indices, batch: Batch, rng: np.random.Generator) -> Variation:
+    """Draw the augmentation of `batch` for these of a device's images. Disabled kinds draw nothing from `rng`."""
+    views = draw_views(len(rows), batch, rng)
+    return _draw_new(len(rows), batch, rng) if views is None else find_views(rows, views, batch)
+
+
+def draw_views(samples: int, batch: Batch, rng: np.random.Generator) -> Indices | None:
+    """Draw which of its views each sample is seen in, (B,); None if images are augmented anew each time."""
+    return rng.integers(batch.views, size=samples) if batch.is_augmented and batch.views else None
+
+
+def find_views(rows: Indices, views: Indices, batch: Batch) -> Variation:
+    """Return the augmentation of these views, (B,), of a device's images: the same in all rounds."""
+    each = [_draw_new(1, batch, np.random.default_rng(seed)) for seed in zip(rows.tolist(), views.tolist(), strict=True)]
+    kinds = zip(*each, strict=True)
+    return Variation(*(None if values[0] is None else np.concatenate(values) for values in kinds))
+
+
+def _draw_new(samples: int, batch: Batch, rng: np.random.Generator) -> Variation:
     starts = 2 * batch.crop_padding + 1
     top = rng.integers(starts, size=samples) if batch.crop_padding else None
     left = rng.integers(starts, size=samples) if batch.crop_padding else None
@@ -183,13 +200,13 @@ def draw_variation(samples: int, batch: Batch, rng: np.random.Generator) -> Vari
     return Variation(top, left, flipped, None if factors is None else factors.astype(np.float32))
 
 
-def augment(images_BSSC: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
-    """Augment each sample as `batch` says: random crop, flip, brightness.
+def augment(images_BSSC: Pixels, batch: Batch, variation: Variation) -> Pixels:
+    """Augment each sample as `variation`, drawn for `batch`, says: crop, flip, brightness.
 
     Takes and returns (B, S, S, 3); the input is never changed, and returned itself without augmentation.
     """
     samples, side = images_BSSC.shape[:2]
-    top, left, flipped, factors = draw_variation(samples, batch, rng)
+    top, left, flipped, factors = variation
     if batch.crop_padding or batch.flip:
         # rows_BS[b, r] = which row of the original becomes row r; the same for columns: one indexing does both
         rows_BS = np.broadcast_to(np.arange(side), (samples, side))

@@ -95,7 +95,7 @@ def draw_training(images: DeviceImages, batch: Batch, phase: Train, generators: 
     drawn = Drawn({}, [], [], [], 0)
     runs = 0
     for epoch, rows in batch_rows(len(images), batch, phase, order_rng):
-        variation = draw_variation(len(rows), batch, picture_rng)
+        variation = draw_variation(rows, batch, picture_rng)
         kept = None
         if batch.kept_patches < batch.patches:
             kept = draw_kept(mask_rng, len(rows), batch.patches, batch.kept_patches)

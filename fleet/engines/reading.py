@@ -26,7 +26,7 @@ class Reading(NamedTuple):
 
 def reads_features(method: Method, vit: PatchViT, batch: Batch) -> bool:
     """Return True if a method's results follow from features that never change: no masks, augmentation or dropout."""
-    is_varied = batch.kept_patches < batch.patches or batch.crop_padding or batch.flip or batch.brightness
+    is_varied = batch.kept_patches < batch.patches or batch.is_augmented
     if not method.is_probe or batch.text or is_varied or batch.sample_seeds or list_patches(method):
         return False
     if method.evaluate(vit).gather:

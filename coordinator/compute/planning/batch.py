@@ -41,6 +41,7 @@ def method_batch(method: Method, vit: PatchViT, images: ImageConfig = UNCHANGED)
         crop_padding=images.crop_padding,
         flip=images.flip,
         brightness=images.brightness,
+        views=images.views or msgspec.UNSET,
         micro_batch=method.micro_batch,
         labels=vit.label_form,
     )

@@ -83,6 +83,7 @@ secure = false
 crop_padding = 4
 flip = true
 brightness = 0.25
+views = 2
 
 [updates]
 up = "int8"
@@ -317,6 +318,7 @@ def test_a_value_that_cannot_be_used_is_named(key: str, value: Any, allowed: str
         ("images", "crop_padding", 65, "<= 64"),
         ("images", "flip", 1, "`bool`"),
         ("images", "brightness", 1.0, "< 1.0"),
+        ("images", "views", 65, "<= 64"),
         ("broker", "port", 70_000, "<= 65535"),
         ("broker", "port", "1883", "`int`"),
         ("broker", "broker", 3, "`str`"),
@@ -328,6 +330,13 @@ def test_a_value_is_named_with_its_table(table: str, key: str, value: Any, allow
     said = refusal(**{table: {key: value}})
     assert said.startswith(f"{FILE} [{table}]: {key} = {value!r}: ")
     assert allowed in said
+
+
+def test_views_of_images_that_are_not_augmented_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        checked_config({"images": {"views": 3}}, FILE)
+    assert refused.value.code == "FV1004"
+    assert str(refused.value).startswith(f"{FILE} [images]: views = 3: ")
 
 
 @pytest.mark.parametrize(

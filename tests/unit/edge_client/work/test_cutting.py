@@ -27,6 +27,16 @@ def test_augmented_images_have_no_features_to_keep(
     assert cut_all(setting, program, FeatureFolder(tmp_path), 10) == {}
 
 
+def test_room_is_needed_for_each_view_of_an_image(settings: Mapping[str, Setting], tmp_path: Path) -> None:
+    setting = settings["fed_head"]
+    batch = msgspec.structs.replace(setting.program.batch, flip=True, views=3)
+    program = msgspec.structs.replace(setting.program, batch=batch)
+    [cut] = cut_all(setting, program, FeatureFolder(tmp_path), 10).values()
+    assert cut.most_records == 30
+    masked = msgspec.structs.replace(program, batch=msgspec.structs.replace(batch, mask_ratio=0.5))
+    assert cut_all(setting, masked, FeatureFolder(tmp_path), 10) == {}
+
+
 @pytest.mark.parametrize("name", ["fedavg", "fedavg in parts", "eftvit"])
 def test_graphs_that_train_their_first_layers_or_mask_images_are_not_cut(
     name: str, settings: Mapping[str, Setting], tmp_path: Path
@@ -35,12 +45,17 @@ def test_graphs_that_train_their_first_layers_or_mask_images_are_not_cut(
 
 
 def test_layers_that_a_phase_uses_once_are_not_kept(settings: Mapping[str, Setting], tmp_path: Path) -> None:
-    """They change each round, and the phase has one epoch."""
+    """They change each round, and the phase has one epoch, or fewer than two for each view of an image."""
     setting = settings["fedrep"]
     phases = tuple(msgspec.structs.replace(phase, epochs=1) for phase in setting.program.train)
     program = msgspec.structs.replace(setting.program, train=phases)
     assert cut_all(setting, program, FeatureFolder(tmp_path), 10) == {}
     assert cut_all(setting, setting.program, FeatureFolder(tmp_path), 10)
+    for epochs, cut in (3, 0), (4, 1):
+        phases = tuple(msgspec.structs.replace(phase, epochs=epochs) for phase in setting.program.train)
+        batch = msgspec.structs.replace(setting.program.batch, flip=True, views=2)
+        program = msgspec.structs.replace(setting.program, train=phases, batch=batch)
+        assert len(cut_all(setting, program, FeatureFolder(tmp_path), 10)) == cut
 
 
 def test_features_that_have_no_room_are_not_kept(settings: Mapping[str, Setting], tmp_path: Path) -> None:

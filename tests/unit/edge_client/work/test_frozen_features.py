@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -75,6 +76,23 @@ def test_training_is_that_on_images(
     first = train(setting, data.train, folder)
     assert_close(first, want)
     assert first.flops < want.flops
+
+
+def test_augmented_images_have_features_in_each_of_their_views(
+    settings: Mapping[str, Setting], data: DeviceData, folder: FeatureFolder
+) -> None:
+    """Training is that on the same views of the images; when all were seen, the frozen layers are not run again."""
+    setting = settings["fed_head"]
+    batch = msgspec.structs.replace(setting.program.batch, crop_padding=3, flip=True, brightness=0.3, views=2)
+    program = msgspec.structs.replace(setting.program, batch=batch)
+    whole = train(setting, data.train, program=program)
+    assert_close(train(setting, data.train, folder, program=program), whole)
+    assert whole.loss != train(setting, data.train).loss
+    for number in range(2, 20):  # a view of 40 images is missed with a chance below 40 * 2 / 2**19
+        train(setting, data.train, folder, program=program, seeds=Seeds(run=1, round=number, device="pi"))
+    again = train(setting, data.train, folder, program=program)
+    assert_close(again, whole)
+    assert again.flops < 0.02 * whole.flops
 
 
 def test_a_later_round_does_the_frozen_layers_no_more(

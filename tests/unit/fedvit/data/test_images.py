@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fedvit.data.images import (
+    Pixels,
     augment,
     draw_kept,
+    draw_variation,
+    find_views,
     header_problem,
     is_image_name,
     limit_decoded_bytes,
@@ -295,18 +298,22 @@ def test_thumbnail_of_a_very_long_image_is_not_empty(tmp_path: Path) -> None:
         assert read_thumbnail(path, 40, 40).shape == shape
 
 
+def augmented(images: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
+    return augment(images, batch, draw_variation(np.arange(len(images)), batch, rng))
+
+
 class TestAugment:
     IMAGES = np.random.default_rng(1).integers(0, 256, (64, 8, 8, 3), dtype=np.uint8)
 
     def test_nothing_asked_nothing_drawn(self) -> None:
         rng = np.random.default_rng(0)
         untouched = rng.bit_generator.state
-        np.testing.assert_array_equal(augment(self.IMAGES, Batch(**PLAIN), rng), self.IMAGES)
+        np.testing.assert_array_equal(augmented(self.IMAGES, Batch(**PLAIN), rng), self.IMAGES)
         assert rng.bit_generator.state == untouched
 
     def test_flip_mirrors_about_half_of_the_samples_whole(self) -> None:
         """64 fair coins: fewer than 16 or more than 48 heads has a chance below 1e-4; the seed is fixed anyway."""
-        result = augment(self.IMAGES, Batch(**PLAIN, flip=True), np.random.default_rng(0))
+        result = augmented(self.IMAGES, Batch(**PLAIN, flip=True), np.random.default_rng(0))
         mirrored = np.array([np.array_equal(a, b[:, ::-1]) for a, b in zip(result, self.IMAGES, strict=True)])
         kept = np.array([np.array_equal(a, b) for a, b in zip(result, self.IMAGES, strict=True)])
         assert (mirrored ^ kept).all()
@@ -318,13 +325,13 @@ class TestAugment:
         padded = np.pad(image, ((1, 1), (1, 1), (0, 0)), mode="reflect")
         windows = {padded[y : y + 8, x : x + 8].tobytes() for y in range(3) for x in range(3)}
         many = np.broadcast_to(image, (512, 8, 8, 3))
-        result = augment(many, Batch(**PLAIN, crop_padding=1), np.random.default_rng(0))
+        result = augmented(many, Batch(**PLAIN, crop_padding=1), np.random.default_rng(0))
         assert {cropped.tobytes() for cropped in result} == windows
 
     def test_brightness_scales_each_sample_by_one_factor_within_its_range(self) -> None:
         """100 in every pixel times a factor in [.75, 1.25], rounded: one value per sample, 75..125."""
         flat = np.full((200, 4, 4, 3), 100, dtype=np.uint8)
-        result = augment(flat, Batch(**PLAIN, brightness=0.25), np.random.default_rng(0)).reshape(200, -1)
+        result = augmented(flat, Batch(**PLAIN, brightness=0.25), np.random.default_rng(0)).reshape(200, -1)
         assert (result == result[:, :1]).all()
         assert result.min() >= 75
         assert result.max() <= 125
@@ -332,14 +339,32 @@ class TestAugment:
 
     def test_brightness_clips_and_does_not_wrap_around(self) -> None:
         bright = np.full((50, 2, 2, 3), 250, dtype=np.uint8)
-        result = augment(bright, Batch(**PLAIN, brightness=0.5), np.random.default_rng(0))
+        result = augmented(bright, Batch(**PLAIN, brightness=0.5), np.random.default_rng(0))
         assert result.min() >= 125
         assert result.max() == 255
+
+    def test_an_image_is_seen_in_its_views_and_in_all_of_them(self) -> None:
+        """In 60 draws one of three views is missed with a chance of 3 (2/3)^60 < 1e-10."""
+        batch = Batch(**PLAIN, crop_padding=3, flip=True, brightness=0.3, views=3)
+        rows = np.repeat([7], 3)
+        views = {view.tobytes() for view in augment(self.IMAGES[rows], batch, find_views(rows, np.arange(3), batch))}
+        rng = np.random.default_rng(0)
+        seen = {augment(self.IMAGES[[7]], batch, draw_variation(rows[:1], batch, rng)).tobytes() for _ in range(60)}
+        assert len(views) == 3
+        assert seen == views
+
+    def test_views_of_an_image_do_not_depend_on_the_others(self) -> None:
+        batch = Batch(**PLAIN, crop_padding=2, flip=True, brightness=0.3, views=5)
+        rows, views = np.array([4, 9, 2]), np.array([1, 0, 4])
+        whole, part = find_views(rows, views, batch), find_views(rows[1:], views[1:], batch)
+        for together, alone in zip(whole, part, strict=True):
+            assert np.array_equal(together[1:], alone)
+        assert not np.array_equal(whole.top, find_views(rows + 1, views, batch).top)
 
     def test_input_stays_as_it_was_and_the_seed_decides(self) -> None:
         batch = Batch(**PLAIN, crop_padding=2, flip=True, brightness=0.3)
         before = self.IMAGES.copy()
-        first, again, other = (augment(self.IMAGES, batch, np.random.default_rng(seed)) for seed in (5, 5, 6))
+        first, again, other = (augmented(self.IMAGES, batch, np.random.default_rng(seed)) for seed in (5, 5, 6))
         np.testing.assert_array_equal(self.IMAGES, before)
         np.testing.assert_array_equal(first, again)
         assert first.dtype == np.uint8

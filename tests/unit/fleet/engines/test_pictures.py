@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 from PIL import Image
 
 from edge_client.work.batches import training_feeds
@@ -30,9 +31,9 @@ def batch(**options: object) -> Batch:
 def test_variation_gives_the_pixels_of_a_device(padding: int, flip: bool, brightness: float, seed: int) -> None:
     asked = batch(crop_padding=padding, flip=flip, brightness=brightness)
     images = np.random.default_rng(seed).integers(0, 256, (5, 8, 8, 3)).astype(np.uint8)
-    drawn = draw_variation(5, asked, np.random.default_rng(seed))
+    drawn = draw_variation(np.arange(5), asked, np.random.default_rng(seed))
     fed = {name: torch.from_numpy(value) for name, value in drawn._asdict().items() if value is not None}
-    theirs = augment(images, asked, np.random.default_rng(seed))
+    theirs = augment(images, asked, drawn)
     assert np.array_equal(varied(torch.from_numpy(images), fed, asked).numpy(), theirs)
 
 
@@ -49,9 +50,10 @@ def data(tmp_path: Path) -> DeviceData:
     return DeviceData.open(tmp_path / "device")
 
 
-def test_batches_are_those_of_a_device(data: DeviceData) -> None:
+@pytest.mark.parametrize("views", [UNSET, 2], ids=["new", "views"])
+def test_batches_are_those_of_a_device(data: DeviceData, views: int | UnsetType) -> None:
     """Order, variation, masks, padding and weights, over two passes."""
-    asked = batch(crop_padding=1, flip=True, mask_ratio=0.5)
+    asked = batch(crop_padding=1, flip=True, mask_ratio=0.5, views=views)
     pictures = Pictures(batch(), torch.device("cpu"))
     images = pictures.add(data.train)
     pictures.finish()

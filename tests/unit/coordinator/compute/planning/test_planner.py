@@ -158,7 +158,9 @@ def test_everything_that_a_device_fetches_is_in_the_blob_store(plan: Callable[..
 
 def test_the_program_says_what_was_configured(plan: Callable[..., Plan]) -> None:
     made = plan(
-        method="eftvit", options={"threshold": 1.5}, images={"crop_padding": 2, "flip": True, "brightness": 0.25}
+        method="eftvit",
+        options={"threshold": 1.5},
+        images={"crop_padding": 2, "flip": True, "brightness": 0.25, "views": 4},
     ).first.program
     [phase] = made.train
     batch = made.batch
@@ -168,7 +170,7 @@ def test_the_program_says_what_was_configured(plan: Callable[..., Plan]) -> None
     assert phase.collect is not None
     assert (phase.collect.output, phase.collect.shape, phase.collect.threshold) == ("features.1", (9, 32), 1.5)
     assert (batch.image_size, batch.patch_size, batch.batch_size, batch.mask_ratio) == (32, 8, 8, 0.5)
-    assert (batch.crop_padding, batch.flip, batch.brightness) == (2, True, 0.25)
+    assert (batch.crop_padding, batch.flip, batch.brightness, batch.views) == (2, True, 0.25, 4)
     assert made.upload_form() == {"features.1": ((None, 9, 32), "float32"), "labels": ((None,), "int64")}
 
 

@@ -113,9 +113,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     std: tuple[Deviation, Deviation, Deviation] = (1.0, 1.0, 1.0)
     mask_ratio: Share = 0.0  # share of patches dropped per sample and step, training only; [0, 1)
     sample_seeds: bool = False  # training steps read a random number of each sample
-    crop_padding: Annotated[int, Meta(ge=0, le=4096)] = (
-        0  # random crop after reflecting this many pixels at each border
-    )
+    crop_padding: Annotated[int, Meta(ge=0, le=4096)] = 0  # random crop; so many pixels are reflected at each border
     flip: bool = False  # random left-right flip
     brightness: Share = 0.0  # random factor in [1 - brightness, 1 + brightness]
     views: Annotated[int, Meta(ge=1, le=64)] | UnsetType = UNSET  # fixed augmentations of an image; unset: new ones
@@ -319,10 +317,6 @@ class Program(Struct, frozen=True, kw_only=True):
     def count_summed(self) -> int:
         """Count the numbers of the tensors whose deltas are added up in secret."""
         return sum(math.prod(self.tensors[name].shape) for name in self.list_summed())
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors; sparse ones are decoded with them."""
-        return {name: spec.shape for name, spec in self.tensors.items()}
 
     def forms_of(self, groups: list[str]) -> dict[str, tuple[tuple[int | None, ...], str]]:
         """(shape, dtype) of every tensor in `groups`, as `check_tensors` wants it."""

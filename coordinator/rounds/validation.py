@@ -293,7 +293,7 @@ def check_upload(upload: Path | bytes, program: Program, what: str) -> Tensors:
     if leaked := sorted(name for name in tensors if name.partition("#")[0] in local):
         raise BadPayload("FV1505", f"{what}: it holds local tensor {leaked[0]!r}, which must not leave the device")
     check_tensors(tensors, program.upload_form(), what)
-    _check_decodes(tensors, program.shapes(), what)
+    _check_decodes(tensors, {name: spec.shape for name, spec in program.tensors.items()}, what)
     if LABELS in tensors:
         labels = tensors[LABELS]
         for phase in program.train:

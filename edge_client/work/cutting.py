@@ -1,7 +1,7 @@
 """Chooses the graphs whose features are kept on the device's disk, and cuts them.
 
 A phase without masks, whose images are not augmented or in a few views each, runs the layers that it does not train on
-the same images in each epoch, and, if they are frozen, in each round. The graph was checked whole before it is cut here.
+the same images in each epoch, and, if they are frozen, in each round. Graphs are checked before they are cut here.
 """
 
 import hashlib

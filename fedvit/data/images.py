@@ -185,7 +185,8 @@ def draw_views(samples: int, batch: Batch, rng: np.random.Generator) -> Indices 
 
 def find_views(rows: Indices, views: Indices, batch: Batch) -> Variation:
     """Return the augmentation of these views, (B,), of a device's images: the same in all rounds."""
-    each = [_draw_new(1, batch, np.random.default_rng(seed)) for seed in zip(rows.tolist(), views.tolist(), strict=True)]
+    seeds = zip(rows.tolist(), views.tolist(), strict=True)
+    each = [_draw_new(1, batch, np.random.default_rng(seed)) for seed in seeds]
     kinds = zip(*each, strict=True)
     return Variation(*(None if values[0] is None else np.concatenate(values) for values in kinds))
 

@@ -211,7 +211,14 @@ def _convert(values: dict[str, Any], where: str) -> Experiment:
 
 
 def _check_tuning(experiment: Experiment, where: str) -> None:
-    if experiment.tuning and not any(map(read_tune, experiment.methods.values())):
+    is_tuned = any(map(read_tune, experiment.methods.values()))
+    if is_tuned and experiment.validation_share is not None:
+        raise ConfigError(
+            "FV2111",
+            f"{where}: validation_share = {experiment.validation_share}: the search for options sees validation images,"
+            f" too; leave it out, or {TUNE!r}",
+        )
+    if experiment.tuning and not is_tuned:
         raise ConfigError(
             "FV2111", f"{where}: [tuning]: none of the methods has a table {TUNE!r} of values to search among"
         )

@@ -98,16 +98,16 @@ class TestFile:
         assert search.points[1].cells == read_grid(written_experiment(tmp_path, plain)).cells
 
     def test_other_shares_of_validation_images_are_in_other_folders(self, tmp_path: Path) -> None:
-        """A search's cell may be running while one of another share is dealt out."""
-        text = FILE.replace("test_share = 0.5", "test_share = 0.5\nvalidation_share = 0.4")
-        (point, *_) = read_grid(written_experiment(tmp_path, text)).searches[0].points
-        tried, own = (CellFolder(cell, tmp_path) for cell in (point.tries[0][0], point.cells[0]))
+        """A cell of the former share may be running when the file is changed."""
+        texts = (FILE, FILE + "\n[tuning]\nvalidation_share = 0.4\n")
+        points = [read_grid(written_experiment(tmp_path, text)).searches[0].points[0] for text in texts]
+        small, large = (CellFolder(point.tries[0][0], tmp_path) for point in points)
         dealer = Dealer()
-        dealer.deal(tried)
-        before = sorted(tried.parts.rglob("*.png"))
-        dealer.deal(own)
-        assert sorted(tried.parts.rglob("*.png")) == before
-        assert len(sorted(own.parts.rglob("test/*/*.png"))) > len(sorted(tried.parts.rglob("test/*/*.png")))
+        dealer.deal(small)
+        before = sorted(small.parts.rglob("*.png"))
+        dealer.deal(large)
+        assert sorted(small.parts.rglob("*.png")) == before
+        assert len(sorted(large.parts.rglob("test/*/*.png"))) > len(sorted(small.parts.rglob("test/*/*.png")))
 
     def test_seeds_are_three_where_none_are_named(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE.replace("seeds = [0, 1]", "")))
@@ -136,6 +136,7 @@ class TestFile:
             ("momentum = 0.9", "lr = 0.1", "FV2111"),
             ("[common]", "[tuning]\nsaerch = 'grid'\n[common]", "FV1002"),
             ("[common]", "[tuning]\nvalidation_share = 1\n[common]", "FV2107"),
+            ("devices = 2", "validation_share = 0.1\ndevices = 2", "FV2111"),
             ("[common]", "[tuning]\nkeep = 0.5\n[common]", "FV2111"),
             ("[common]", "[tuning]\nseeds = [1, 1]\n[common]", "FV2107"),
             ("tune = { lr = [1e-6, 0.05, 50] }", "[tuning]", "FV2111"),

@@ -24,6 +24,7 @@ EVERY_S = 1.0
 ALIVE_S = 15.0
 """Interval of comments that keep a quiet stream open through proxies."""
 MOST_STREAMS = 100
+MOST_STREAMS_OF_ONE = 25
 NEWEST_RUNS = 100
 """Runs whose changes the stream of all runs reports."""
 STREAM = "text/event-stream"
@@ -55,12 +56,14 @@ async def follow_run(
 
 def _follow(site: ApiSite, request: Request, events: AsyncIterator[bytes | None]) -> StreamingResponse:
     """Send events until the client leaves or its token ends; None: there is nothing new."""
-    if len(site.streams) >= MOST_STREAMS:
-        raise TooManyAttempts("FV1814", f"{MOST_STREAMS} streams of events are open already: try again later")
     sender, mark = identity_of(request), object()
+    own = list(site.streams.values()).count(sender.name)
+    if own >= MOST_STREAMS_OF_ONE or len(site.streams) >= MOST_STREAMS:
+        count = f"{len(site.streams)} streams of events are open, {own} of them for {sender.name}"
+        raise TooManyAttempts("FV1814", f"{count}: close one, or try again later")
 
     async def send() -> AsyncIterator[bytes]:
-        site.streams.add(mark)
+        site.streams[mark] = sender.name
         sent_at = time.monotonic()
         try:
             async for event in events:
@@ -71,7 +74,7 @@ def _follow(site: ApiSite, request: Request, events: AsyncIterator[bytes | None]
                 sent_at = time.monotonic()
                 yield event or b": alive\n\n"
         finally:
-            site.streams.discard(mark)
+            site.streams.pop(mark, None)
 
     return StreamingResponse(send(), media_type=STREAM, headers={"x-accel-buffering": "no"})
 

@@ -55,7 +55,7 @@ class ApiSite:
     deployment: Deployment | None = None
     backups: BackupFolder | None = None
     downloads: Turns = field(default_factory=Turns)
-    streams: set[object] = field(default_factory=set)  # open streams of events
+    streams: dict[object, str] = field(default_factory=dict)  # open streams of events -> name of their user
 
     async def read(self, question: Callable[Concatenate[Record, P], T], *arguments: P.args, **no: P.kwargs) -> T:
         """Return the answer to a question to the record, which requests share until the record changes."""

@@ -258,6 +258,17 @@ def test_events_of_a_run_end_with_it(api: Api, store: Record) -> None:
     assert "event: round" not in known
 
 
+def test_one_user_does_not_hold_all_streams(api: Api, store: Record) -> None:
+    store.runs.update(RUN, status="finished")
+    api.site.streams.update({object(): "of-viewer" for _ in range(events.MOST_STREAMS_OF_ONE)})
+    refused = api.ask("GET", f"/runs/{RUN}/events", "viewer")
+    assert refused.status_code == 429
+    assert "25 of them for of-viewer" in refused.text
+    assert api.ask("GET", f"/runs/{RUN}/events", "operator").status_code == 200
+    api.site.streams.popitem()
+    assert api.ask("GET", f"/runs/{RUN}/events", "viewer").status_code == 200
+
+
 def test_events_of_a_long_run_leave_out_no_round(api: Api, store: Record, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's reader asks a question that takes long again only after a while."""
 

@@ -437,9 +437,24 @@ def test_addresses_that_cannot_be_used_are_named(text: str) -> None:
 
 def test_an_address_never_shows_its_password() -> None:
     assert "secret" not in repr(Address.parse("mqtt://u:secret@h")) + str(Address.parse("mqtt://u:secret@h"))
-    with pytest.raises(ConfigError) as refused:
-        Address.parse("mqtt://u:secret@h:99999")
-    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mqtt://u:secret@h:99999",
+        "mqtt://u:secret/x@h",
+        "mqtt://u:x/secret@h",
+        "mqtt://u:secret#x@h",
+        "mqtt://u:secret:x@h/t",
+        "mqtt://u:secret\N{ACCOUNT OF}@h",
+        "u:1/secret@h",
+    ],
+)
+def test_an_address_that_cannot_be_used_does_not_show_its_password(text: str) -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1206")) as refused:
+        Address.parse(text)
+    assert "secret" not in str(refused.value) + str(refused.value.__cause__)
 
 
 def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto
 from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.transport import bulk, mqtt_connector, mqtt_loop
+from fedvit.transport import bulk, mqtt_connector, mqtt_loop, packets
 from fedvit.transport.address import Address
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
@@ -492,6 +492,30 @@ def test_bulk_outage_is_logged_once(
     transport.close()
     said = [record for record in caplog.records if record.getMessage().startswith("bulk connection lost")]
     assert 1 <= len(said) <= 2
+
+
+def test_a_bulk_link_that_only_sends_asks_whether_the_broker_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No broker answers chunks, and one that has said nothing for long counts as gone."""
+    monkeypatch.setattr(bulk, "KEEPALIVE_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address, backoff = Address(*listening.getsockname()), Backoff()
+        link = bulk.BulkLink(
+            address, "client", lambda: None, woken=lambda: None, received=lambda _: None, backoff=backoff
+        )
+        link.up()
+        broker, _ = listening.accept()
+        with broker:
+            broker.settimeout(WAIT_S)
+            assert broker.recv(4096)[0] == 0x10  # CONNECT
+            broker.sendall(bytes([packets.CONNACK, 2, 0, 0]))
+            wait_until(link.up)
+            heard = b""
+            while packets.PING not in heard:
+                link.send("t", [(b"head", memoryview(b"chunk"))])
+                piece = broker.recv(4096)
+                assert piece, "the link was ended"
+                heard = heard[-1:] + piece
+            link.close()
 
 
 # --- TLS ----------------------------------------------------------------------------------------------

@@ -21,4 +21,5 @@ def network_of(host: str | None) -> str:
         client = ipaddress.ip_address(host or "")
     except ValueError:
         return ""
+    client = getattr(client, "ipv4_mapped", None) or client  # a socket of both versions writes ::ffff:192.0.2.7
     return str(client if client.version == 4 else ipaddress.ip_network((client, 64), strict=False))

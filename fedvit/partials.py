@@ -95,9 +95,10 @@ class PartialBlob:
         self._close()
 
     def abandon(self) -> None:
-        """Delete the file."""
+        """Delete the file; it stays on a disk that can only be read, as one that has failed."""
         for path in (self._path, self._map_path):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         self._close()
 
     def leave(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from fedvit.errors import ConfigError
+from fedvit.hosts import hide_password
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,9 @@ class Address:
 
 
 def _unusable(text: str, why: str) -> ConfigError:
-    shown = re.sub(r":(?!//).*@", ":***@", text)
     return ConfigError(
         "FV1206",
-        f"broker address {shown!r} cannot be used: {why}; "
+        f"broker address {hide_password(text)!r} cannot be used: {why}; "
         "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://..., with %2F for a / in a password",
     )
 

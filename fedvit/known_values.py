@@ -49,7 +49,8 @@ def check_settings(method: str, options: Mapping[str, Any], model: str, model_op
 
 def check_option(method: str, option: str, value: Any, hint: Any) -> None:
     """Raises ConfigError if an option of a method, which has the type `hint`, does not allow the value."""
-    if isinstance(value, float) and not math.isfinite(value):
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         raise ConfigError("FV1104", f"option {option} = {value!r} of method {method!r} must be a finite number")
     try:
         msgspec.convert(value, hint)

@@ -63,9 +63,7 @@ class PartialBlob:
         """Store one chunk. Raises DiskFull when the disk is full."""
         start = index * self._manifest.chunk
         with name_failure(f"cannot write {len(payload)} bytes to {self._path}"):
-            written = os.pwrite(self._file, payload, start)
-            while written < len(payload):  # on a disk that is almost full a write may be cut
-                written += os.pwrite(self._file, payload[written:], start + written)
+            _write_all(self._file, payload, start)
         if index == self._hashed:
             self._hasher.update(payload)
             self._hashed += 1
@@ -97,9 +95,10 @@ class PartialBlob:
         self._close()
 
     def abandon(self) -> None:
-        """Delete the file."""
+        """Delete the file; it stays on a disk that can only be read, as one that has failed."""
         for path in (self._path, self._map_path):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         self._close()
 
     def leave(self) -> None:
@@ -143,7 +142,8 @@ class PartialBlob:
                 here, synced = old[len(head) : len(head) + chunks], old[len(head) + chunks :]
                 if not boot or old[len(head) - 36 : len(head)] != boot.ljust(36, b"\0"):
                     here = synced
-            os.pwrite(handle, head + here + synced, 0)  # written, so that no page is missing on a full disk
+            # written, since on a full disk an access to a page that is missing ends the process
+            _write_all(handle, head + here + synced, 0)
             os.ftruncate(handle, len(head) + 2 * chunks)
             if not any(here):
                 os.ftruncate(self._file, 0)
@@ -185,6 +185,13 @@ class PartialBlob:
     def _hash_again(self) -> None:
         self._hasher = blake3.blake3()
         self._hashed = 0
+
+
+def _write_all(handle: int, content: bytes | memoryview, start: int) -> None:
+    """Write all of it: on a disk that is almost full a write may be cut. Raises OSError."""
+    written = 0
+    while written < len(content):
+        written += os.pwrite(handle, content[written:], start + written)
 
 
 def _lock(handle: int, path: Path) -> bool:

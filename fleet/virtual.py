@@ -100,7 +100,7 @@ class Host:
             BlobStore(settings.blobs), lambda: chain.from_iterable(one.files() for one in vaults.values())
         )
         images = _images(devices, settings.state)
-        profile, policy = device_profile(settings.threads), Policy(send=SendPolicy(class_counts=True))
+        profile, policy = device_profile(settings.threads), Policy(send=SendPolicy(class_counts=True, features="any"))
         self.agents: dict[str, Agent] = {}
         for name in devices:
             _link(settings.state / name / "blobs", settings.blobs)

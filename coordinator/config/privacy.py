@@ -58,7 +58,9 @@ class PrivacyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return
         what = f"noise_multiplier = {self.noise_multiplier}"
         if Role.SHARED not in roles:
-            raise ConfigError("FV1014", f"{what}: method {method!r} averages no tensors")
+            raise ConfigError(
+                "FV1014", f"{what}: method {method!r} averages no tensors, or its server reads single updates, too"
+            )
         if collects or any(role.is_made_for_device for role in roles):
             other = "features" if collects else "updates from which tensors of single devices are made"
             raise ConfigError("FV1014", f"{what}: method {method!r} also uploads {other}, which no noise would cover")

@@ -67,6 +67,6 @@ class RobustConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.aggregator != "mean" and Role.SHARED not in roles:
             raise ConfigError(
                 "FV1013",
-                f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors; "
-                "reject_scale, max_weight and strikes can be used with it",
+                f"aggregator = {self.aggregator!r}: method {method!r} averages no tensors, or its server reads "
+                "single updates, too; reject_scale, max_weight and strikes can be used with it",
             )

@@ -12,6 +12,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from fedvit.errors import ConfigError, FedvitError, LinkDown, PeerRefused
+from fedvit.hosts import hide_password
 
 ROOT = "/api/v1"
 TIMEOUT_S = 60.0
@@ -35,10 +36,10 @@ class Connection:
         try:
             parts = urlsplit(url)
             self._port = parts.port
-        except ValueError as error:
-            raise ConfigError("FV1815", f"address {url!r}: {error}") from None
+        except ValueError:  # its text may have a part of a password
+            raise ConfigError("FV1815", f"address {hide_password(url)!r}: host or port is not valid") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ConfigError("FV1815", f"address {url!r} must be written http(s)://HOST[:PORT]")
+            raise ConfigError("FV1815", f"address {hide_password(url)!r} must be written http(s)://HOST[:PORT]")
         if not token.isascii() or not token.isprintable() or not token:
             raise ConfigError("FV1815", "the token is empty, or has characters that no token has")
         self._secure, self._host = parts.scheme == "https", parts.hostname

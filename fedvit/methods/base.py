@@ -185,7 +185,7 @@ class ServerRule(ABC):
 
     @property
     def averages(self) -> bool:
-        """Return whether the run's aggregator combines the shared tensors; else noise and robust rules are refused."""
+        """Return whether the run's aggregator is all that combines updates; else noise and robust rules are refused."""
         return True
 
     @property

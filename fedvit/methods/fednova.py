@@ -36,6 +36,8 @@ class NormalisedMean(WeightedMean):
     batch_size: int
 
     why_no_regions = "its server needs the number of steps of each single device"
+    averages = False
+    """No other aggregator reads the weights, in which the numbers of steps are."""
 
     def weigh(self, uploads: Sequence[Upload], round_number: int) -> list[Delta]:
         steps = {upload.device: upload.count_steps(self.epochs, self.batch_size) for upload in uploads}

@@ -49,6 +49,9 @@ class DeviceDelta(NamedTuple):
 class LinearTerms(ServerRule, ABC):
     """Keeps a value v_i of each tensor for every device that has answered, zero before, and their sum."""
 
+    averages = False
+    """The mean of v_i, which reaches all devices, is any number that a single one wants."""
+
     @abstractmethod
     def follow(self, own: Floats, common: Floats, answer: DeviceDelta) -> Floats:
         """Return the next v_i; `common` is the mean of all devices' that have answered before this round."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from fedvit.errors import ConfigError
+from fedvit.hosts import hide_password
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Address:
             parts = urlsplit(text if "://" in text else f"mqtt://{text}")
             port = parts.port
             host = (parts.hostname or "").encode("idna").decode()
-        except ValueError as error:  # also the UnicodeError of a name with an empty or overlong label
-            raise _unusable(text, str(error)) from error
+        except ValueError:  # its text may have a part of a password; also for an empty or overlong label of a name
+            raise _unusable(text, "host or port is not valid") from None
         if parts.scheme not in ("mqtt", "mqtts"):
             raise _unusable(text, f"{parts.scheme}:// is not supported, only mqtt:// and mqtts://")
         if not host or re.search(r"\s", host) or port == 0:
@@ -58,11 +59,10 @@ class Address:
 
 
 def _unusable(text: str, why: str) -> ConfigError:
-    shown = re.sub(r":[^:@/]*@", ":***@", text)
     return ConfigError(
         "FV1206",
-        f"broker address {shown!r} cannot be used: {why}; "
-        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://...",
+        f"broker address {hide_password(text)!r} cannot be used: {why}; "
+        "expected HOST, HOST:PORT, mqtt://USER:PASSWORD@HOST:PORT or mqtts://..., with %2F for a / in a password",
     )
 
 

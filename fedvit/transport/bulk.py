@@ -247,7 +247,7 @@ class BulkLink:
         reader = _Reader(opened, self._on_packet)
         poller = select.poll()
         poller.register(mine, select.POLLIN)
-        sent_at = heard_at = time.monotonic()
+        asked_at = heard_at = time.monotonic()
         while not self._closing.is_set():
             self._asleep = True
             with self._lock:
@@ -262,10 +262,10 @@ class BulkLink:
             if ready.get(opened.fileno(), 0) & ~select.POLLOUT:
                 heard_at = now
                 reader.read()
-            if self._out and self._write(opened):
-                sent_at = now
-            if now - sent_at > KEEPALIVE_S / 2:
-                sent_at = now
+            if self._out and self._write(opened) and self._out:
+                heard_at = now  # the socket is full, and takes more: the broker reads
+            if now - asked_at > KEEPALIVE_S / 2:  # also between chunks, which a broker does not answer
+                asked_at = now
                 with self._lock:
                     self._append(packets.PING)
             if now - heard_at > 1.5 * KEEPALIVE_S:

@@ -119,7 +119,7 @@ def _request(
         yield parts.netloc, response
     except OSError as error:
         raise LinkDown("FV1216", f"the connection to {parts.netloc} was lost: {error}") from None
-    except HTTPException as error:  # its text may contain the URL
+    except (HTTPException, ValueError) as error:  # its text may contain the URL, or a number of any length
         raise LinkDown("FV1216", f"{parts.netloc} is not an HTTP server: {type(error).__name__}") from None
     finally:
         connection.close()

@@ -48,6 +48,7 @@ class TorchServer:
         self._uploads: dict[str, Tensors] = {}  # those that the server's rule keeps for later rounds, by digest
         self._largest: float | None = None  # in the newest sum, if it has a codec
         self._unsaved: set[str] = set()  # names of those that no checkpoint holds, instead of digests
+        self._send_state()
 
     def step(self, opened: OpenRound, results: list[ResultRecord]) -> NextState:
         """Update the state. Raises EmptyCohort when no device has a result."""
@@ -90,12 +91,7 @@ class TorchServer:
         )
         self.state, figures = plan.rule.close(replace(self.state, uploads=older), screened.uploads, context)
         self._uploads = {name: self._uploads[name] for name in self.state.uploads.values()}
-        if config.updates.codes_down:
-            members = {
-                group: {name: self.state.tensors[name] for name in names} for group, names in plan.groups.items()
-            }
-            self._sent = references(members, self._sent, config.updates, self._blobs)
-        self._trainer.devices.start_from(self.state, self._sent)
+        self._send_state()
         rows = [len(one.upload[LABELS]) for one in trained if LABELS in one.upload]
         population, cohort = opened.drawn or (len(trained), len(trained))
         noise = added.get("noise_multiplier") or config.privacy.noise_multiplier
@@ -133,6 +129,13 @@ class TorchServer:
         name = f"{SUM}/{number}"
         self._uploads[name] = total.mean
         return Upload(SUM, total.samples, name, partial(self._load, name)), {"devices": float(devices), **figures}
+
+    def _send_state(self) -> None:
+        """Let devices start from the state, coded as the coordinator sends it."""
+        groups = self._plan.groups.items()
+        members = {group: {name: self.state.tensors[name] for name in names} for group, names in groups}
+        self._sent = references(members, self._sent, self._trainer.config.updates, self._blobs)
+        self._trainer.devices.start_from(self.state, self._sent)
 
     def save(self) -> SavedState:
         """Save the state and the uploads that the rule keeps; the record names them afterwards."""

@@ -248,6 +248,24 @@ def test_a_full_disk_ends_in_an_error_and_the_sender_stops(
     assert other.got(b"small")
 
 
+def test_a_disk_from_which_nothing_can_be_deleted_ends_in_the_error_of_the_write(
+    peer: Peers, largest_file: Callable[[int], None]
+) -> None:
+    """As of a card that has failed: the system lets nobody write to it any more. A folder stands for that here."""
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    settle(peers)
+    manifest = sender.blobs.put(blob(24 * CHUNK_BYTES))
+    receiver.fetch(manifest, sender)
+    [notes] = receiver.blobs.folder.rglob("*.map")
+    notes.unlink()
+    notes.mkdir()
+    largest_file(1_000_001)
+    drive(peers, lambda: receiver.has_ended)
+    [(_, error)] = receiver.finished
+    assert isinstance(error, StorageFailed)
+    assert "File too large" in str(error)
+
+
 def test_a_folder_that_cannot_be_written_ends_in_an_error(peer: Peers) -> None:
     sender, receiver = peers = [peer("sender"), peer("receiver")]
     settle(peers)

@@ -117,6 +117,17 @@ def test_download_ends_at_the_declared_size(server: EndlessServer) -> None:
     assert b"".join(pieces) == bytes(100)
 
 
+def test_a_size_of_any_length_is_an_error(server: EndlessServer) -> None:
+    """Python reads no number of so many digits; the blob then comes in chunks, as from any store that fails."""
+    server.status, server.headers = 206, {"Content-Range": f"bytes 0-99/{'9' * 5000}"}
+
+    def act() -> None:
+        with pytest.raises(LinkDown, check=has_code("FV1216", "ValueError")):
+            download(f"{server.endpoint}/b?X=1", 0, 100, 100, 10, lambda piece: True)
+
+    assert read_by(server, act) < BUFFERS_BYTES
+
+
 @pytest.mark.parametrize(
     "headers",
     [{"Content-Length": str(2**40)}, {"Transfer-Encoding": "chunked", "Content-Length": "100"}],

@@ -19,7 +19,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from coordinator.security.broker.mosquitto import configuration, find_mosquitto
 from coordinator.security.broker.process import Broker, BrokerProgram, claim_port
 from fedvit.errors import BadPayload, ConfigError
-from fedvit.transport import bulk, mqtt_connector, mqtt_loop
+from fedvit.transport import bulk, mqtt_connector, mqtt_loop, packets
 from fedvit.transport.address import Address
 from fedvit.transport.backoff import Backoff
 from fedvit.transport.base import Connected, Disconnected, Received, Will
@@ -437,9 +437,24 @@ def test_addresses_that_cannot_be_used_are_named(text: str) -> None:
 
 def test_an_address_never_shows_its_password() -> None:
     assert "secret" not in repr(Address.parse("mqtt://u:secret@h")) + str(Address.parse("mqtt://u:secret@h"))
-    with pytest.raises(ConfigError) as refused:
-        Address.parse("mqtt://u:secret@h:99999")
-    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mqtt://u:secret@h:99999",
+        "mqtt://u:secret/x@h",
+        "mqtt://u:x/secret@h",
+        "mqtt://u:secret#x@h",
+        "mqtt://u:secret:x@h/t",
+        "mqtt://u:secret\N{ACCOUNT OF}@h",
+        "u:1/secret@h",
+    ],
+)
+def test_an_address_that_cannot_be_used_does_not_show_its_password(text: str) -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1206")) as refused:
+        Address.parse(text)
+    assert "secret" not in str(refused.value) + str(refused.value.__cause__)
 
 
 def test_a_broker_that_takes_less_says_so_before_anything_is_sent(tmp_path: Path) -> None:
@@ -477,6 +492,30 @@ def test_bulk_outage_is_logged_once(
     transport.close()
     said = [record for record in caplog.records if record.getMessage().startswith("bulk connection lost")]
     assert 1 <= len(said) <= 2
+
+
+def test_a_bulk_link_that_only_sends_asks_whether_the_broker_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No broker answers chunks, and one that has said nothing for long counts as gone."""
+    monkeypatch.setattr(bulk, "KEEPALIVE_S", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address, backoff = Address(*listening.getsockname()), Backoff()
+        link = bulk.BulkLink(
+            address, "client", lambda: None, woken=lambda: None, received=lambda _: None, backoff=backoff
+        )
+        link.up()
+        broker, _ = listening.accept()
+        with broker:
+            broker.settimeout(WAIT_S)
+            assert broker.recv(4096)[0] == 0x10  # CONNECT
+            broker.sendall(bytes([packets.CONNACK, 2, 0, 0]))
+            wait_until(link.up)
+            heard = b""
+            while packets.PING not in heard:
+                link.send("t", [(b"head", memoryview(b"chunk"))])
+                piece = broker.recv(4096)
+                assert piece, "the link was ended"
+                heard = heard[-1:] + piece
+            link.close()
 
 
 # --- TLS ----------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class GeneratorUpdate(ServerRule):
     all_embeddings: bool = False
 
     why_never_late = "an update is pulled back through the generator as it was when it made the device's tensors"
+    averages = False
 
     @property
     def is_divided(self) -> bool:

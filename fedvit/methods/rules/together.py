@@ -30,6 +30,10 @@ class Together(ServerRule):
         return next((why for rule in self.rules if (why := rule.why_no_regions)), None)
 
     @property
+    def averages(self) -> bool:
+        return all(rule.averages for rule in self.rules)
+
+    @property
     def is_divided(self) -> bool:
         return any(rule.is_divided for rule in self.rules)
 

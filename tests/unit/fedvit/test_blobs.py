@@ -208,6 +208,16 @@ print(store.has(digest_of(content)))
     assert files_in(tmp_path) == []
 
 
+def test_a_disk_with_room_for_half_of_the_notes_is_full(tmp_path: Path) -> None:
+    """Those of 400 000 chunks take 800 kB. An access to the other half would end the process later."""
+    code = """import sys; from fedvit.blobs import *; from pathlib import Path; folder = Path(sys.argv[1])
+(folder / "other").write_bytes(bytes(600_000))
+BlobStore(folder).receive(Manifest(digest_of(b"large"), 400_000 * 1024, 1024))"""
+    script = 'mount -t tmpfs -o size=1m tmpfs "$1"; exec "$2" -c "$3" "$1"'
+    enter = ["unshare", "--map-root-user", "--mount", "sh", "-ec", script, "sh", str(tmp_path), sys.executable, code]
+    assert "DiskFull" in subprocess.run(enter, capture_output=True, text=True).stderr
+
+
 # --- pruning ------------------------------------------------------------------------------------------
 
 

@@ -40,3 +40,8 @@ def test_the_method_itself_says_the_same(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as later:
         make_method("eftvit", options)
     assert str(early.value) == str(later.value)
+
+
+def test_each_number_of_a_list_must_be_finite() -> None:
+    with pytest.raises(ConfigError, check=has_code("FV1104", "lambdas = [0.1, inf]")):
+        check_settings("analytic", {"lambdas": [0.1, float("inf")]}, SMALL, {})

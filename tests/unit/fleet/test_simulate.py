@@ -133,3 +133,14 @@ def test_a_device_that_is_refused_ends_the_run(folders: list[Path], tmp_path: Pa
         simulate(
             RunRequest(folders, {**VALUES, "classes": ["0", "1"]}, out=tmp_path, run="run", graph_cache=graph_cache)
         )
+
+
+def test_simulated_devices_send_whatever_the_method_asks_for(
+    folders: list[Path], tmp_path: Path, graph_cache: Path
+) -> None:
+    """A real device keeps features of whole images by default; nobody owns those of a simulation."""
+    values = VALUES | {
+        "method": "eftvit", "rounds": 1, "options": {"batch_size": 64, "mask": 0.25, "local_blocks": 1, "epochs": 1},
+    }  # fmt: skip
+    summary = simulate(RunRequest(folders, values, out=tmp_path, run="run", graph_cache=graph_cache)).summary
+    assert [entry.accepted for entry in summary.rounds] == [DEVICES]

@@ -335,6 +335,22 @@ def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: P
         )
 
 
+def test_devices_start_from_coded_values_from_the_first_round_on(
+    folders: list[Path], tmp_path: Path, graph_cache: Path
+) -> None:
+    """As on a fleet: what coding leaves out of the first values, and of the first change, is not in what they train."""
+    values = {**VALUES, "rounds": 2, "updates": {"down": "top_k:share=0.05", "down_whole": "fp16"}}
+    engines: tuple[Engine, ...] = ("torch", "onnx")
+    ended = []
+    for engine in engines:
+        request = RunRequest(
+            folders, values, out=tmp_path / engine, run="run", engine=engine, graph_cache=graph_cache, at_once=1
+        )
+        ended.append(load_file(simulate(request, Lines()).folder / "model.safetensors"))
+    one, other = ended
+    assert all(np.linalg.norm(one[name] - other[name]) < 1e-4 * np.linalg.norm(one[name]) for name in one)
+
+
 def test_process_has_its_own_number_of_torch_threads_again(
     folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,8 @@ class RoundEngine:
 
     def run(self) -> None:
         """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
-        config, journal, history, scores = self._config, self._journal, self._history, self.scores
+        config, journal, history = self._config, self._journal, self._history
+        self.scores = scores = RoundScores(config.stop)  # anew: a run that was paused reads its rounds again
         if config.rounds == 0:
             self._test_earlier_run()
             return

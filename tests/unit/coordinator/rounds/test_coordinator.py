@@ -18,17 +18,20 @@ from coordinator.compute.planning.planner import PROTOCOLS
 from coordinator.config import make_config, read_toml
 from coordinator.record.copies import COPIES
 from coordinator.record.record import open_record
+from coordinator.record.tables import RoundRecord
+from coordinator.rounds import pausing
 from coordinator.rounds import uploads as results_module
 from coordinator.rounds import validation as admission_module
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.display import DeviceLine
 from coordinator.rounds.engine import ATTEMPTS
+from coordinator.rounds.journal import RecordJournal
 from coordinator.rounds.membership import MAX_CLASS_LISTS
 from coordinator.rounds.reporter import view
 from coordinator.rounds.status import read_status
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, NoRoom, StorageFailed
 from fedvit.methods.generators.base import drawing
 from fedvit.program import Program
 from fedvit.tensors import Tensors, pack, unpack
@@ -1113,6 +1116,35 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     stage.start(start_from="monday")
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_that_tests_another_and_is_paused_tests_that_one(
+    stage: Stage, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when it opens its test, so that it makes the Program again."""
+    device = stage.fake("a")
+    stage.start(rounds=1)
+    assert stage.finish() == "finished"
+    trained = stage.store.rounds.read_newest_closed("r")
+    test = {"rounds": 0, "start_from": "r"}
+    stage.store.runs.create("t", msgspec.to_builtins(configure(**test, classes=CLASSES)))
+    stage.stop()
+    open_test, full = RecordJournal.open_test, [True]
+
+    def run_out(journal: RecordJournal) -> RoundRecord:
+        if full:
+            full.clear()
+            raise NoRoom("FV0011", "the disk is full")
+        return open_test(journal)
+
+    monkeypatch.setattr(RecordJournal, "open_test", run_out)
+    monkeypatch.setattr(pausing, "FREE_SPACE_CHECK_S", 0.01)
+    stage.start(run="t", **test)
+    assert stage.finish() == "finished"
+    [tested] = [task for task in device.got(Task) if task.run == "t"]
+    assert trained is not None
+    assert trained.state is not None
+    assert tested.groups == trained.state.groups
 
 
 def test_a_run_leaves_its_configuration_as_a_file_that_start_takes(stage: Stage) -> None:

@@ -103,7 +103,9 @@ class DeviceTrainer(Trainer):
         state, collector = self._state, self._parts.collector
         if state.waits_for_late(opened.kind):
             return
-        for task in [task for device in devices if (task := state.tasks.of(device))]:
+        for task in filter(None, map(state.tasks.of, devices)):
+            if task.kind != opened.kind:  # in mode buffered a device trains on while others are evaluated
+                continue
             if opened.failed.get(task.device) is Missing.OFFLINE:
                 collector.give_up(task, Missing.OFFLINE, "no result: offline")
             else:

@@ -529,6 +529,18 @@ def test_evaluation_waits_for_working_devices_and_none_trains_meanwhile(stage: S
     }
 
 
+def test_evaluation_that_has_its_quorum_ends_no_training(stage: Stage, first: Tensors) -> None:
+    """Round 1 is a's update of 1; b was asked in it, and its 3 counts in round 2, at a weight of 1 / sqrt(2)."""
+    a, b = stage.fake("a"), stage.fake("b", silent, value=3.0)
+    a.on_task = lambda device, task: honest(device, task) if task.round == 1 else None
+    stage.start(devices=2, mode="buffered", buffer=1, rounds=2, evaluate_every=1, evaluation_quorum=0.5)
+    stage.drive(lambda: a.tasks() == [1, 2])
+    assert (cancelled(b), b.tasks()) == ([], [1])
+    answers(b)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0 + 3.0 * 2**-0.5)
+
+
 def test_buffered_run_continues_after_a_kill(
     tmp_path: Path, configure: Configure, graph_cache: Path, first: Tensors
 ) -> None:

@@ -178,7 +178,7 @@ class RoundEngine:
         trainer, journal = self._trainer, self._journal
         open_round = self._history.open_round()
         journal.begin(open_round)  # before any device can bring a late result
-        if not self._config.uses_late_results():
+        if not self._config.uses_late_results() or open_round > self._config.rounds:
             return
         tasks = [task for task in journal.find_unanswered() if self.mode.continues_task(task.round, open_round)]
         for number in sorted({task.round for task in tasks}):

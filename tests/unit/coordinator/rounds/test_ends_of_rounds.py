@@ -10,7 +10,9 @@ import pytest
 
 from coordinator.rounds import deadlines
 from coordinator.rounds import uploads as results
+from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.status import read_status
+from coordinator.rounds.trainer import DeviceTrainer
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
@@ -450,6 +452,22 @@ def test_a_straggler_keeps_its_task_when_the_coordinator_is_started_again(
     answers(a)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 1.0 + (1.0 + 3.0) / 2)
+
+
+def test_no_task_continues_after_the_last_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator ends between the last round and the end of its stragglers, which the next one evaluates."""
+    stage.fake("a")
+    slow = stage.fake("slow", silent)
+    settings = {"devices": 2, "rounds": 1, "quorum": 0.5, "late": "use"}
+    with monkeypatch.context() as ended:
+        ended.setattr(DeviceTrainer, "dismiss", lambda trainer: stage.coordinator and stage.coordinator.stop())
+        stage.start(**settings)
+        assert isinstance(stage.finish(), Interrupted)
+    stage.stop()
+    stage.start(**settings, resume=True)
+    assert stage.finish() == "finished"
+    assert slow.tasks() == [1]
+    assert stage.accepted(1, "evaluate") == ["a", "slow"]
 
 
 # --- mode buffered ------------------------------------------------------------------------------------

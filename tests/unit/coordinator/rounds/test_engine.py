@@ -236,7 +236,7 @@ def test_engine_counts_no_attempt_that_all_devices_declined() -> None:
 
 
 def test_engine_assigns_again_the_late_tasks_that_its_mode_continues() -> None:
-    world = World("a", "b", late="discount")
+    world = World("a", "b", late="discount", rounds=3)
     world.journal.left[3] = RoundRecord("r", 3, [], opened_at="", needed=1)
     world.journal.tasks = [TaskRecord(2, "a", "p", {}), TaskRecord(3, "b", "p", {})]
     world.engine.resume_tasks()

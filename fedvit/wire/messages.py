@@ -29,7 +29,8 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _LONGEST_NAME = 64
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
 ClassName = Annotated[str, Meta(max_length=255)]
-Reason = Annotated[str, Meta(max_length=1000)]
+REASON_LETTERS = 1000
+Reason = Annotated[str, Meta(max_length=REASON_LETTERS)]
 """Texts of a device are limited one by one, so that an answer that quotes them fits into one message."""
 MAX_LOG_TEXT = 4000
 LogText = Annotated[str, Meta(max_length=MAX_LOG_TEXT)]
@@ -668,4 +669,5 @@ def decode(raw: bytes) -> AnyMessage:
     try:
         return _decoder.decode(raw[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
-        raise BadPayload("FV2301", f"a message of {len(raw)} bytes cannot be read: {error}") from error
+        reason = str(error)[:REASON_LETTERS]  # it may quote a value, which may be as long as the message
+        raise BadPayload("FV2301", f"a message of {len(raw)} bytes cannot be read: {reason}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -429,6 +430,20 @@ def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> No
     record = stage.store.runs.read("r")
     assert (record.status, record.reason) == ("cancelled", "cancelled by the operator")
     assert stage.store.runs.has_ended("r")
+
+
+def test_run_that_ends_during_an_upload_closes_its_file(stage: Stage) -> None:
+    """A service goes on, and would hold the files of all runs that were cancelled."""
+    device = stage.fake("a")
+    device.serves = False
+    stage.start()
+    stage.drive(lambda: bool(device.got(BlobNack)))
+    blobs = str(stage.out / "r" / "blobs")
+    assert [file for file in psutil.Process().open_files() if file.path.startswith(blobs)]
+    assert stage.coordinator
+    stage.coordinator.cancel("cancelled by the operator")
+    assert isinstance(stage.finish(), Cancelled)
+    assert not [file for file in psutil.Process().open_files() if file.path.startswith(blobs)]
 
 
 def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> None:

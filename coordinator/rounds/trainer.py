@@ -68,9 +68,11 @@ class DeviceTrainer(Trainer):
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
         """The work that an earlier process assigned, to be assigned again unchanged, even if the device has not sent a
-        hello yet."""
-        state = self._state
+        hello yet. Tasks with missing blobs end."""
+        state, tasks = self._state, list(tasks)
         intact = [task for task in tasks if all(map(state.blobs.has, (task.program, *task.groups.values())))]
+        lost = [(task.round, task.device) for task in tasks if task not in intact]
+        state.store.tasks.end(state.run, lost, TaskState.CANCELLED)
         planned = self._parts.ask(RecallTasks(tasks=intact)) if intact else []
         return {
             task.device: Work(again, state.program(again.program), task.attempt)

@@ -26,6 +26,7 @@ from coordinator.record.tables import (
 )
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
+from fedvit.wire.topics import is_name
 
 
 class RecordedRuns:
@@ -131,8 +132,8 @@ class RecordedRuns:
         raise ConfigError("FV1601", f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
 
     def has_ended(self, run: str) -> bool:
-        """Return whether the run exists and will not be resumed."""
-        return self._database.fetch_value(select(RUNS.c.status).where(RUNS.c.id == run)) in ENDED
+        """Return whether the run exists and will not be resumed. A device names it: PostgreSQL refuses some texts."""
+        return is_name(run) and self._database.fetch_value(select(RUNS.c.status).where(RUNS.c.id == run)) in ENDED
 
     def remove(self, run: str) -> None:
         """Delete everything that the record has of a run."""

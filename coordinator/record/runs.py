@@ -8,7 +8,7 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, seal
+from coordinator.record.rows import insert, seal, without_zero_bytes
 from coordinator.record.tables import (
     AUDIT,
     ENDED,
@@ -168,7 +168,7 @@ def make_exists_error(run: str) -> ConfigError:
 
 
 def _update(connection: Connection, run: str, **values: Any) -> None:
-    connection.execute(update(RUNS).where(RUNS.c.id == run).values(**values))
+    connection.execute(update(RUNS).where(RUNS.c.id == run).values(**without_zero_bytes(values)))
     seal(connection, RUNS, RUNS.c.id == run)
 
 

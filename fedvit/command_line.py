@@ -11,6 +11,7 @@ import msgspec
 
 from fedvit.descriptors import raise_limit
 from fedvit.errors import INTERRUPTED, ConfigError, FedvitError
+from fedvit.files import storage_failed
 from fedvit.logs import FORMAT_VARIABLE
 from fedvit.terminal import guard_streams
 
@@ -137,7 +138,12 @@ def run(command: click.Command, name: str) -> None:
     raise_limit()
     guard_streams()
     try:
-        command.main(prog_name=name, standalone_mode=False)
+        try:
+            command.main(prog_name=name, standalone_mode=False)
+        except PermissionError as error:
+            if error.filename is None:
+                raise
+            raise storage_failed(f"cannot use {error.filename}", error) from error
     except FedvitError as error:
         click.echo(f"{name}: {error} [{error.code}]", err=True)
         sys.exit(error.exit_code)

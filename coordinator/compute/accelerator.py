@@ -58,9 +58,9 @@ def _check_gpus(wanted: str) -> None:
 
 
 def _check_processes(wanted: str) -> None:
-    if not re.fullmatch(r"cpu(:\d+)?", wanted):
+    if not re.fullmatch(r"cpu(:\d{1,18})?", wanted):
         raise _make_refusal(wanted, "the processor is written 'cpu', or 'cpu:2' for two processes")
-    if not 1 <= len(torch_devices(wanted)) <= MOST_PROCESSES:
+    if not 1 <= int(wanted.removeprefix("cpu").lstrip(":") or 1) <= MOST_PROCESSES:
         raise _make_refusal(wanted, f"this machine supports 1 to {MOST_PROCESSES} processes")
 
 

@@ -50,7 +50,7 @@ class Engine:
     ) -> None:
         self.progress: Callable[[str], None] = lambda text: None
         self._run = run
-        self._config = config
+        self._own_config = self._config = config  # the latter is the earlier run's in a run that only tests it
         self._store = store
         self._folder = folder
         self._graph_cache = graph_cache
@@ -91,13 +91,14 @@ class Engine:
     def _prepare(self, request: Prepare) -> Prepared:
         # read all blobs again: an unchanged modification time does not prove that the disk still returns the same bytes
         self._blobs.forget_all_but()
-        tested = self._config.start_from if self._config.rounds == 0 else None
-        state = self._read_start(self._config) if tested is not None else None
+        own = self._own_config
+        tested = own.start_from if own.rounds == 0 else None
+        state = self._read_start(own) if tested is not None else None
         record = self._store.runs.read(self._run)
         if tested is not None:  # its own Program
             record = self._store.runs.read(tested)
             began = make_config(record.config, f"run {tested}").run
-            self._config = msgspec.structs.replace(began, accelerator=self._config.accelerator)
+            self._config = msgspec.structs.replace(began, accelerator=own.accelerator)
         plan = make_plan(
             self._config,
             request.classes,

@@ -116,6 +116,10 @@ def _convert(
             continue
         try:
             msgspec.convert({key: value}, _alone(kind, key))
+            msgspec.msgpack.encode(value)  # for the worker process
+        except OverflowError:
+            text = f"{where}: {key} = {value!r}: a whole number may have 64 bits"
+            errors[table + key] = ConfigError("FV1004", text)
         except msgspec.ValidationError as error:
             reason = why_invalid(error, value, _hint(kind, key)).replace("`object`", "a table")
             text = f"{where}: {key} = {value!r}: {reason[:1].lower()}{reason[1:]}"

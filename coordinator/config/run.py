@@ -142,6 +142,7 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             float,
             Meta(
                 gt=0,
+                le=1e9,
                 description="Seconds to wait for a device; auto: the predicted time, extended while it makes progress.",
             ),
         ]

@@ -7,7 +7,7 @@ import msgspec
 from sqlalchemy import func, select, update
 
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, replace
+from coordinator.record.rows import insert, replace, without_zero_bytes
 from coordinator.record.tables import (
     DEVICE_MODELS,
     MODELS,
@@ -66,7 +66,8 @@ class RecordedModels:
     def change(self, name: str, **values: Any) -> None:
         """Change columns of a model, and the time of its change."""
         with self._database.transaction() as connection:
-            connection.execute(update(MODELS).where(MODELS.c.name == name).values(**values, changed_at=now()))
+            changed = without_zero_bytes(values) | {"changed_at": now()}
+            connection.execute(update(MODELS).where(MODELS.c.name == name).values(**changed))
 
     def read_devices(
         self, model: str | None = None, device: str | None = None, *, devices: Sequence[str] | None = None

@@ -76,7 +76,7 @@ def replace(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 def write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_conflict: str = "ABORT") -> None:
     """Insert sealed rows; `on_conflict` says what SQLite does with an existing row."""
     if connection.dialect.name != "sqlite":
-        connection.execute(table.insert(), _add_seals(table, [_without_zero_bytes(row) for row in rows]))
+        connection.execute(table.insert(), _add_seals(table, [without_zero_bytes(row) for row in rows]))
         return
     rows = _add_seals(table, rows)
     # the same statement as SQLAlchemy's, without its processing of each value
@@ -95,7 +95,7 @@ def write(connection: Connection, table: Table, rows: list[dict[str, Any]], on_c
     )
 
 
-def _without_zero_bytes(row: dict[str, Any]) -> dict[str, Any]:
+def without_zero_bytes(row: dict[str, Any]) -> dict[str, Any]:
     """PostgreSQL refuses texts with a byte of 0, which a device's message may have."""
     return {name: value.replace("\0", "\ufffd") if isinstance(value, str) else value for name, value in row.items()}
 

@@ -8,7 +8,7 @@ from sqlalchemy.exc import IntegrityError
 
 from coordinator.record.copies import has_lost
 from coordinator.record.database import Database
-from coordinator.record.rows import insert, seal
+from coordinator.record.rows import insert, seal, without_zero_bytes
 from coordinator.record.tables import (
     AUDIT,
     ENDED,
@@ -26,6 +26,7 @@ from coordinator.record.tables import (
 )
 from fedvit.choices import did_you_mean
 from fedvit.errors import ConfigError
+from fedvit.wire.topics import is_name
 
 
 class RecordedRuns:
@@ -131,8 +132,8 @@ class RecordedRuns:
         raise ConfigError("FV1601", f"no run {run!r}{near or ';'} {'The' if near else 'the'} newest runs are: {newest}")
 
     def has_ended(self, run: str) -> bool:
-        """Return whether the run exists and will not be resumed."""
-        return self._database.fetch_value(select(RUNS.c.status).where(RUNS.c.id == run)) in ENDED
+        """Return whether the run exists and will not be resumed. A device names it: PostgreSQL refuses some texts."""
+        return is_name(run) and self._database.fetch_value(select(RUNS.c.status).where(RUNS.c.id == run)) in ENDED
 
     def remove(self, run: str) -> None:
         """Delete everything that the record has of a run."""
@@ -167,7 +168,7 @@ def make_exists_error(run: str) -> ConfigError:
 
 
 def _update(connection: Connection, run: str, **values: Any) -> None:
-    connection.execute(update(RUNS).where(RUNS.c.id == run).values(**values))
+    connection.execute(update(RUNS).where(RUNS.c.id == run).values(**without_zero_bytes(values)))
     seal(connection, RUNS, RUNS.c.id == run)
 
 

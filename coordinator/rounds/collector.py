@@ -152,12 +152,19 @@ class ResultCollector:
             return f"late: round {result.round} no longer waits for it" if late else None
         match result.kind:
             case "train":
-                over = record.closed_at is not None
+                over = record.closed_at is not None and not self._is_resumed_later(device, result)
             case "evaluate":
                 over = record.evaluated
             case "compare":
                 over = state.store.models.has(f"{state.run}-{result.round}")
         return f"late: round {result.round} is closed for {result.kind} results" if over else None
+
+    def _is_resumed_later(self, device: str, result: Result) -> bool:
+        """Return whether a late result is of a task that continues once the run does, after a restart or a pause."""
+        state = self._state
+        return state.config.uses_late_results() and any(
+            task.device == device for task in state.store.tasks.read_unanswered(state.run, result.round)
+        )
 
     # --- ends from this side ----------------------------------------------------------------------------
 

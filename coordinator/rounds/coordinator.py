@@ -140,6 +140,7 @@ class Coordinator(RunParts):
         if self.inbox.connected and self.lease.is_held:
             self.lease.end()
         self.reporter.close(state, self.objects.trouble if self.objects else "")
+        self.exchange.cancel()
         self.transport.close()
         self.inbox.close()
         with suppress(FedvitError):

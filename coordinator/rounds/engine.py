@@ -51,7 +51,8 @@ class RoundEngine:
 
     def run(self) -> None:
         """Run all rounds that an earlier process has not finished, until a rule of [stop] holds."""
-        config, journal, history, scores = self._config, self._journal, self._history, self.scores
+        config, journal, history = self._config, self._journal, self._history
+        self.scores = scores = RoundScores(config.stop)  # anew: a run that was paused reads its rounds again
         if config.rounds == 0:
             self._test_earlier_run()
             return
@@ -177,7 +178,7 @@ class RoundEngine:
         trainer, journal = self._trainer, self._journal
         open_round = self._history.open_round()
         journal.begin(open_round)  # before any device can bring a late result
-        if not self._config.uses_late_results():
+        if not self._config.uses_late_results() or open_round > self._config.rounds:
             return
         tasks = [task for task in journal.find_unanswered() if self.mode.continues_task(task.round, open_round)]
         for number in sorted({task.round for task in tasks}):

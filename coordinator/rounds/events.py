@@ -139,6 +139,7 @@ class Events:
             case DeviceState():
                 if parts.membership.on_state(device, message):
                     parts.collector.device_left(device)
+                    parts.sums.stop_fetching(device)
                 return
             case Result():
                 parts.collector.on_result(device, message)

@@ -32,6 +32,8 @@ ATTEMPTS = 3
 """Most attempts at the same task, if the device's process ends during it."""
 BACK_OFF_S = 2.0
 """Wait before the third attempt of a restarted device; the second attempt is immediate."""
+LONGEST_S = 1e9
+"""Longest time that a message can give a device."""
 PROGRESS_S = 0.5
 LONGEST_PROGRESS_S = 10.0
 """A third of the shortest silence that ends a task."""
@@ -161,7 +163,7 @@ class TaskScheduler:
             program=planned.program,
             groups=planned.groups,
             blobs=tuple(state.blobs.manifest(digest) for digest in work.named()),
-            deadline_s=max(1.0, deadline.announced - time.monotonic()),
+            deadline_s=min(LONGEST_S, max(1.0, deadline.announced - time.monotonic())),
             lr_scale=planned.lr_scale,
             recipes=planned.delta_chain,
             task=task.id,

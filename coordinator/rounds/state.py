@@ -23,7 +23,7 @@ from fedvit.policy import Needs, find_needs
 from fedvit.program import Program, decode_program
 from fedvit.resources import BudgetKind
 from fedvit.wire.limits import BrokerLimits
-from fedvit.wire.messages import FromCoordinator, Result, TaskKind
+from fedvit.wire.messages import REASON_LETTERS, FromCoordinator, Result, TaskKind
 from fedvit.wire.topics import Topics
 
 log = logging.getLogger(__name__)
@@ -185,6 +185,7 @@ class RunState:
         `attempt`: at the task, 0 if it is not known."""
         self.refusals["no_result" if lost else f"{broke}_budget" if broke else kind] += 1
         self._refused[device] += 1
+        reason = reason[:REASON_LETTERS]  # it may quote a device
         if self._refused[device] > REFUSALS_KEPT:
             return
         if self._refused[device] == REFUSALS_KEPT:

@@ -247,11 +247,16 @@ class SumRounds:
 
     def on_arrival(self, device: str) -> None:
         """A device sent a hello: it gets its question again."""
+        self.stop_fetching(device)
+        self._ask(device)
+
+    def stop_fetching(self, device: str) -> None:
+        """Do not fetch what a device announced; those that wait get its place."""
         if device in self._fetching:
             self._exchange.cancel(device)
             self._fetching.discard(device)
         self._waiting.pop(device, None)
-        self._ask(device)
+        self._fetch_waiting()
 
     def expel(self, device: str) -> None:
         """Go on without a device that may not take part any longer."""
@@ -262,6 +267,7 @@ class SumRounds:
         assert self._server is not None  # checked by the callers
         if device in self._server.waiting:
             self._server.drop(device, reason)
+            self.stop_fetching(device)
             self._state.refuse(device, "sum", reason)
             self._state.operator_log(f"{device} leaves the secure sum: {reason}")
 

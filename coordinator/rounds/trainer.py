@@ -68,9 +68,11 @@ class DeviceTrainer(Trainer):
 
     def recall(self, tasks: Iterable[TaskRecord]) -> dict[str, Work]:
         """The work that an earlier process assigned, to be assigned again unchanged, even if the device has not sent a
-        hello yet."""
-        state = self._state
+        hello yet. Tasks with missing blobs end."""
+        state, tasks = self._state, list(tasks)
         intact = [task for task in tasks if all(map(state.blobs.has, (task.program, *task.groups.values())))]
+        lost = [(task.round, task.device) for task in tasks if task not in intact]
+        state.store.tasks.end(state.run, lost, TaskState.CANCELLED)
         planned = self._parts.ask(RecallTasks(tasks=intact)) if intact else []
         return {
             task.device: Work(again, state.program(again.program), task.attempt)
@@ -103,7 +105,9 @@ class DeviceTrainer(Trainer):
         state, collector = self._state, self._parts.collector
         if state.waits_for_late(opened.kind):
             return
-        for task in [task for device in devices if (task := state.tasks.of(device))]:
+        for task in filter(None, map(state.tasks.of, devices)):
+            if task.kind != opened.kind:  # in mode buffered a device trains on while others are evaluated
+                continue
             if opened.failed.get(task.device) is Missing.OFFLINE:
                 collector.give_up(task, Missing.OFFLINE, "no result: offline")
             else:

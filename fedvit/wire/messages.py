@@ -28,8 +28,11 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """Stored as received: numbers that do not fit into the database are refused here."""
 _LONGEST_NAME = 64
 Name = Annotated[str, Meta(max_length=_LONGEST_NAME)]
+LabelText = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}\Z")]
+"""Name or value of a label, as `fedvit.labels` reads it: a line that shows it stays one line."""
 ClassName = Annotated[str, Meta(max_length=255)]
-Reason = Annotated[str, Meta(max_length=1000)]
+REASON_LETTERS = 1000
+Reason = Annotated[str, Meta(max_length=REASON_LETTERS)]
 """Texts of a device are limited one by one, so that an answer that quotes them fits into one message."""
 MAX_LOG_TEXT = 4000
 LogText = Annotated[str, Meta(max_length=MAX_LOG_TEXT)]
@@ -234,7 +237,7 @@ class Hello(Message, frozen=True, tag="hello"):
     classes: tuple[ClassName, ...]  # its class folders with images
     train_samples: Count
     test_samples: Count
-    labels: Annotated[dict[Name, Name], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
+    labels: Annotated[dict[LabelText, LabelText], Meta(max_length=MAX_LABELS)] = {}  # given by the device's operator
     connection: Count = 0  # counts the connections of one process; also in the last will of the connection
     class_list: Manifest | None = None  # if `classes` do not fit: they are empty, and this blob is fetched instead
     # the first of its class folders without images, which are no classes: for the operator
@@ -668,4 +671,5 @@ def decode(raw: bytes) -> AnyMessage:
     try:
         return _decoder.decode(raw[1:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the latter two through
-        raise BadPayload("FV2301", f"a message of {len(raw)} bytes cannot be read: {error}") from error
+        reason = str(error)[:REASON_LETTERS]  # it may quote a value, which may be as long as the message
+        raise BadPayload("FV2301", f"a message of {len(raw)} bytes cannot be read: {reason}") from error

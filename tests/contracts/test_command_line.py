@@ -193,6 +193,16 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_folder_of_another_user_is_named_without_a_traceback() -> None:
+    script = (
+        "import click\nfrom fedvit.command_line import run\n"
+        "def use():\n    raise PermissionError(13, 'Permission denied', '/srv/runs')\n"
+        "run(click.Command('use', callback=use), 'coordinator')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (10, "coordinator: cannot use /srv/runs: Permission denied [FV0010]\n")
+
+
 # --- JSON ---------------------------------------------------------------------------------------------
 
 

@@ -74,6 +74,7 @@ RESULT = Result("run", 1, "train", 10, {"loss": 0.5}, USE, MANIFEST)
         "a time that is no number": encode_change(RESULT, use=msgspec.structs.replace(USE, train_s=float("nan"))),
         "a negative memory": encode_change(RESULT, use=msgspec.structs.replace(USE, peak_rss_bytes=-1)),
         "more labels than a device may have": encode_change(HELLO, labels={f"l{number}": "x" for number in range(17)}),
+        "a label that begins a line of the service's output": encode_change(HELLO, labels={"site": "a\nrun r failed"}),
         "a label whose text fills a message": encode_change(HELLO, labels={"site": "x" * 60_000}),
         "a program's name of 60 kB": encode_change(RESULT, program="x" * 60_000),
         "no time between two messages of progress": encode_change(TASK, progress_s=0.0),

@@ -103,6 +103,8 @@ def _check(config: RunConfig) -> None:
                 raise ConfigError("FV1002", f"variants: {pattern!r}: {error}") from None
         config.updates.check(config.method, method.groups(vit), collects)
         check_server_data(config, rule)
+        if config.promote and vit.reads_text:
+            raise ConfigError("FV1110", f"[promote] compares models of images, and {config.model!r} reads text")
         if config.auc and (why := _find_why_no_auc(config, method, vit)):
             raise ConfigError("FV2490", f"auc = true needs scores of answers by class: {why}")
 

@@ -167,13 +167,13 @@ class ServedRun:
     def _check(self) -> None:
         """Check with torch that the run can begin, which `coordinator submit` leaves to the service; print warnings.
 
-        Raises FedvitError if it cannot, and marks it as failed.
+        Raises FedvitError or OSError if it cannot, and marks it as failed.
         """
         assert self._compute is not None
         try:
             where = f"run {self.name}"
             checked = self._compute.ask(Check(config=self._config, where=where, runs=str(self._folder.parent)))
-        except FedvitError as error:
+        except (FedvitError, OSError) as error:
             self._store.runs.update(self.name, status="failed", reason=str(error))
             raise
         for note in checked.notes:

@@ -34,7 +34,7 @@ CUDA_FORM = "GPUs are written 'cuda', 'cuda:1' or 'cuda:0,1'"
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [
-        ("cpu:0", PROCESSES), (f"cpu:{MOST_PROCESSES + 1}", PROCESSES),
+        ("cpu:0", PROCESSES), (f"cpu:{MOST_PROCESSES + 1}", PROCESSES), ("cpu:99999999999", PROCESSES),
         ("cpu:", CPU_FORM), ("cpu:two", CPU_FORM), ("cpu:-1", CPU_FORM), ("cpu:0,1", CPU_FORM),
         ("cuda:", CUDA_FORM), ("cuda:0,", CUDA_FORM), ("cuda:0;1", CUDA_FORM), ("cuda:first", CUDA_FORM),
         ("cuda:0,1,0", "cuda:0 is listed more than once"),

@@ -47,6 +47,16 @@ def test_promotion_keeps_every_field(tmp_path: Path) -> None:
         assert store.models.read_promotions()[1].low is None
 
 
+def test_reason_of_a_device_can_have_a_zero_byte(runs: Path) -> None:
+    with open_record(runs) as store:
+        store.runs.create("r", {})
+        compare_on(store, "r-1", {"a": FIRST}, after=0)
+        store.models.change("r-1", stage="former", reason="a: its disk\0is full")
+        assert store.models.read("r-1").stage == "former"
+        store.runs.update("r", status="failed", reason="a: its disk\0is full")
+        assert store.runs.read("r").status == "failed"
+
+
 def test_record_from_before_models_is_brought_up_to_date(tmp_path: Path) -> None:
     open_record(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "fedvit.db")) as database, database:

@@ -37,6 +37,10 @@ def test_runs_are_listed_newest_first(store: Record) -> None:
     assert {record.id for record in listed} == {"r", "a", "b", "c"}
 
 
+def test_a_run_whose_name_no_database_can_hold_has_not_ended(store: Record) -> None:
+    assert not store.runs.has_ended("r\0")
+
+
 def test_an_unknown_run_is_named(store: Record) -> None:
     with pytest.raises(ConfigError):
         store.runs.read("nope")

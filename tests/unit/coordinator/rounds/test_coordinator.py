@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -18,17 +19,20 @@ from coordinator.compute.planning.planner import PROTOCOLS
 from coordinator.config import make_config, read_toml
 from coordinator.record.copies import COPIES
 from coordinator.record.record import open_record
+from coordinator.record.tables import RoundRecord
+from coordinator.rounds import pausing
 from coordinator.rounds import uploads as results_module
 from coordinator.rounds import validation as admission_module
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.coordinator import Cancelled
 from coordinator.rounds.display import DeviceLine
 from coordinator.rounds.engine import ATTEMPTS
+from coordinator.rounds.journal import RecordJournal
 from coordinator.rounds.membership import MAX_CLASS_LISTS
 from coordinator.rounds.reporter import view
 from coordinator.rounds.status import read_status
 from fedvit.blobs import BlobStore, digest_of
-from fedvit.errors import ConfigError, EmptyCohort, StorageFailed
+from fedvit.errors import ConfigError, EmptyCohort, NoRoom, StorageFailed
 from fedvit.methods.generators.base import drawing
 from fedvit.program import Program
 from fedvit.tensors import Tensors, pack, unpack
@@ -428,6 +432,20 @@ def test_coordinator_that_is_cancelled_ends_its_run_for_good(stage: Stage) -> No
     assert stage.store.runs.has_ended("r")
 
 
+def test_run_that_ends_during_an_upload_closes_its_file(stage: Stage) -> None:
+    """A service goes on, and would hold the files of all runs that were cancelled."""
+    device = stage.fake("a")
+    device.serves = False
+    stage.start()
+    stage.drive(lambda: bool(device.got(BlobNack)))
+    blobs = str(stage.out / "r" / "blobs")
+    assert [file for file in psutil.Process().open_files() if file.path.startswith(blobs)]
+    assert stage.coordinator
+    stage.coordinator.cancel("cancelled by the operator")
+    assert isinstance(stage.finish(), Cancelled)
+    assert not [file for file in psutil.Process().open_files() if file.path.startswith(blobs)]
+
+
 def test_membership_asks_devices_with_the_runs_labels_alone(stage: Stage) -> None:
     """The others are welcome, are told why they are not asked, and are not of the run."""
     inside = stage.fake("a", labels={"site": "berlin", "board": "rpi5"})
@@ -452,6 +470,21 @@ def test_a_hello_that_cannot_be_read_is_answered(stage: Stage) -> None:
     assert (refused.instance, refused.final) == (device.instance, True)
     assert "length <= 255" in refused.reason
     assert stage.refusals("a")[0].startswith("message: a message of ")
+
+
+def test_a_hello_with_a_long_wrong_value_ends_no_run(stage: Stage) -> None:
+    """The reason quotes the value, each of whose letters is written as four: it would not fit into a message."""
+    stage.fake("good")
+    bad = stage.fake("bad")
+    fields = msgspec.msgpack.decode(encode(bad.hello)[1:])
+    product = ["\x01" * 60_000, 1, 1, 1, 1, 1.0]
+    fields[3]["speed"] = {"threads": 1, "products": [product], "bytes_per_s": {"Add": 1.0}, "node_s": 0.0}
+    stage.start(devices=1)
+    bad.transport.publish(bad.topics.from_device("bad"), encode(bad.hello)[:1] + msgspec.msgpack.encode(fields))
+    stage.drive(lambda: bool(bad.got(Refused)) or stage.outcome is not None)
+    assert stage.finish() == "finished"
+    assert bad.got(Refused)
+    assert max(map(len, stage.refusals("bad"))) < 2000
 
 
 def test_a_run_needs_two_classes(stage: Stage) -> None:
@@ -1113,6 +1146,35 @@ def test_a_run_can_begin_where_another_ended(stage: Stage, first: Tensors) -> No
     stage.start(start_from="monday")
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 3.0)
+
+
+def test_a_run_that_tests_another_and_is_paused_tests_that_one(
+    stage: Stage, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when it opens its test, so that it makes the Program again."""
+    device = stage.fake("a")
+    stage.start(rounds=1)
+    assert stage.finish() == "finished"
+    trained = stage.store.rounds.read_newest_closed("r")
+    test = {"rounds": 0, "start_from": "r"}
+    stage.store.runs.create("t", msgspec.to_builtins(configure(**test, classes=CLASSES)))
+    stage.stop()
+    open_test, full = RecordJournal.open_test, [True]
+
+    def run_out(journal: RecordJournal) -> RoundRecord:
+        if full:
+            full.clear()
+            raise NoRoom("FV0011", "the disk is full")
+        return open_test(journal)
+
+    monkeypatch.setattr(RecordJournal, "open_test", run_out)
+    monkeypatch.setattr(pausing, "FREE_SPACE_CHECK_S", 0.01)
+    stage.start(run="t", **test)
+    assert stage.finish() == "finished"
+    [tested] = [task for task in device.got(Task) if task.run == "t"]
+    assert trained is not None
+    assert trained.state is not None
+    assert tested.groups == trained.state.groups
 
 
 def test_a_run_leaves_its_configuration_as_a_file_that_start_takes(stage: Stage) -> None:

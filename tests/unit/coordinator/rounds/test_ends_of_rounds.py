@@ -10,7 +10,9 @@ import pytest
 
 from coordinator.rounds import deadlines
 from coordinator.rounds import uploads as results
+from coordinator.rounds.inbox import Interrupted
 from coordinator.rounds.status import read_status
+from coordinator.rounds.trainer import DeviceTrainer
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import EmptyCohort
 from fedvit.resources import ResourceUse
@@ -428,21 +430,44 @@ def test_too_late_is_refused(stage: Stage, first: Tensors) -> None:
     assert_moved_by(stage, first, 3.0)
 
 
-def test_a_straggler_keeps_its_task_when_the_coordinator_is_started_again(stage: Stage, first: Tensors) -> None:
-    """Its result of round 1 counts in round 2, which another process opened."""
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_straggler_keeps_its_task_when_the_coordinator_is_started_again(
+    stage: Stage, first: Tensors, meanwhile: bool
+) -> None:
+    """Its result of round 1 counts in round 2, which another process opened; also if it was done while none ran."""
     a, slow = stage.fake("a"), stage.fake("slow", silent, value=3.0)
     a.on_task = lambda device, task: honest(device, task) if task.round == 1 else None
-    settings = {"devices": 1, "rounds": 2, "quorum": 0.5, "late": "use", "evaluate_every": 9, "rejoin_grace_s": 600.0}
-    stage.start(**{**settings, "devices": 2})
+    settings = {"devices": 2, "rounds": 2, "quorum": 0.5, "late": "use", "evaluate_every": 9, "rejoin_grace_s": 600.0}
+    stage.start(**settings)
     stage.drive(lambda: a.tasks() == [1, 2] and slow.tasks() == [1])
     stage.stop()
-    stage.start(**{**settings, "devices": 2}, resume=True)
-    stage.drive(lambda: slow.tasks() == [1, 1] and a.tasks() == [1, 2, 2])
-    answers(slow)
-    stage.drive(lambda: slow.answers() == [(1, True)])
+    if meanwhile:
+        answers(slow)
+    stage.start(**settings, resume=True)
+    stage.drive(lambda: bool(slow.answers()) or (slow.tasks() == [1, 1] and a.tasks() == [1, 2, 2]))
+    if not meanwhile:
+        answers(slow)
+    stage.drive(lambda: bool(slow.answers()) and a.tasks() == [1, 2, 2])
+    assert slow.answers() == [(1, True)]
     answers(a)
     assert stage.finish() == "finished"
     assert_moved_by(stage, first, 1.0 + (1.0 + 3.0) / 2)
+
+
+def test_no_task_continues_after_the_last_round(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator ends between the last round and the end of its stragglers, which the next one evaluates."""
+    stage.fake("a")
+    slow = stage.fake("slow", silent)
+    settings = {"devices": 2, "rounds": 1, "quorum": 0.5, "late": "use"}
+    with monkeypatch.context() as ended:
+        ended.setattr(DeviceTrainer, "dismiss", lambda trainer: stage.coordinator and stage.coordinator.stop())
+        stage.start(**settings)
+        assert isinstance(stage.finish(), Interrupted)
+    stage.stop()
+    stage.start(**settings, resume=True)
+    assert stage.finish() == "finished"
+    assert slow.tasks() == [1]
+    assert stage.accepted(1, "evaluate") == ["a", "slow"]
 
 
 # --- mode buffered ------------------------------------------------------------------------------------
@@ -520,6 +545,18 @@ def test_evaluation_waits_for_working_devices_and_none_trains_meanwhile(stage: S
         ("a", 1),
         ("b", 2),
     }
+
+
+def test_evaluation_that_has_its_quorum_ends_no_training(stage: Stage, first: Tensors) -> None:
+    """Round 1 is a's update of 1; b was asked in it, and its 3 counts in round 2, at a weight of 1 / sqrt(2)."""
+    a, b = stage.fake("a"), stage.fake("b", silent, value=3.0)
+    a.on_task = lambda device, task: honest(device, task) if task.round == 1 else None
+    stage.start(devices=2, mode="buffered", buffer=1, rounds=2, evaluate_every=1, evaluation_quorum=0.5)
+    stage.drive(lambda: a.tasks() == [1, 2])
+    assert (cancelled(b), b.tasks()) == ([], [1])
+    answers(b)
+    assert stage.finish() == "finished"
+    assert_moved_by(stage, first, 1.0 + 3.0 * 2**-0.5)
 
 
 def test_buffered_run_continues_after_a_kill(

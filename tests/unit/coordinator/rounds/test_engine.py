@@ -13,7 +13,7 @@ from coordinator.rounds.engine import ATTEMPTS, RoundEngine
 from coordinator.rounds.open_round import Missing, OpenRound
 from coordinator.rounds.ports import Journal, Ports, Roster, RoundResult, RunHistory, Trainer
 from coordinator.rounds.tasks import Work
-from fedvit.errors import EmptyCohort
+from fedvit.errors import EmptyCohort, NoRoom
 from fedvit.resources import ResourceUse
 from tests.support.codes import has_code
 
@@ -236,7 +236,7 @@ def test_engine_counts_no_attempt_that_all_devices_declined() -> None:
 
 
 def test_engine_assigns_again_the_late_tasks_that_its_mode_continues() -> None:
-    world = World("a", "b", late="discount")
+    world = World("a", "b", late="discount", rounds=3)
     world.journal.left[3] = RoundRecord("r", 3, [], opened_at="", needed=1)
     world.journal.tasks = [TaskRecord(2, "a", "p", {}), TaskRecord(3, "b", "p", {})]
     world.engine.resume_tasks()
@@ -265,6 +265,24 @@ def test_engine_stops_a_resumed_run_at_the_same_round() -> None:
     world.engine.run()
     assert world.trainer.asked == [], "the killed process had evaluated the last round"
     assert world.journal.best[-1] == 1
+
+
+def test_engine_counts_each_round_once_in_a_run_that_was_paused() -> None:
+    world = World("a", rounds=5, stop={"patience": 3, "seconds": 10.0})
+    kept = [RoundTotals(cohort=1, accuracy_mean=accuracy) for accuracy in (0.7, 0.6, 0.5)]
+    world.journal.past = [ClosedRound(1 + place, entry, {"devices_s": 3.0}) for place, entry in enumerate(kept[:2])]
+    world.journal.left[3] = RoundRecord("r", 3, ["a"], "", "", evaluated=True, totals=kept[2])
+    world.journal.accuracies = {4: 0.8, 5: 0.9}
+
+    def run_out(number: int, cohort: list[str], needed: int) -> None:
+        del world.journal.open  # type: ignore[method-assign]
+        raise NoRoom("FV1302", "the disk is full")
+
+    world.journal.open = run_out  # type: ignore[method-assign]
+    with pytest.raises(NoRoom):
+        world.engine.run()
+    world.engine.run()
+    assert [number for number, kind, _ in world.trainer.asked if kind == "train"] == [4, 5]
 
 
 def test_engine_tests_the_last_round_of_a_run_that_stops_by_time() -> None:

@@ -1,5 +1,6 @@
 """Tasks are sent to devices that are here, again to those that come back, and given up when nothing comes."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from coordinator.rounds import scheduler
 from coordinator.rounds.deadlines import Deadline
 from coordinator.rounds.open_round import Missing
 from coordinator.rounds.tasks import TaskState
-from fedvit.wire.messages import BlobNack, DeviceState, Extended, Progress, Task
+from fedvit.wire.messages import BlobNack, DeviceState, Extended, Progress, Task, decode, encode
 from tests.support.devices import hello
 from tests.support.parts import Parts
 
@@ -127,6 +128,14 @@ def test_scheduler_tells_a_device_that_makes_progress_its_new_deadline(
     assert parts.scheduler.overdue([], set()) == []
     [extended] = parts.got("pi", Extended)
     assert extended.deadline_s > 1.0
+
+
+def test_scheduler_gives_a_device_a_time_that_it_can_read(make_parts: Callable[..., Parts]) -> None:
+    parts = make_parts(deadline_s=5.0, deadline_limit_s=math.inf, late="use")
+    parts.arrive("pi")
+    parts.open("pi")
+    [task] = parts.got("pi", Task)
+    assert isinstance(decode(encode(task)), Task)
 
 
 def test_scheduler_asks_a_large_cohort_for_progress_less_often(parts: Parts) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from coordinator.record.tables import SUM
+from coordinator.rounds import sums
 from coordinator.rounds.open_round import OpenRound, RoundPlan
 from fedvit.blobs import digest_of
 from fedvit.errors import EmptyCohort
@@ -15,6 +16,7 @@ from fedvit.resources import ResourceUse
 from fedvit.secure.layout import make_training_payload, make_vector
 from fedvit.tensors import unpack
 from fedvit.wire.messages import (
+    DeviceState,
     FromCoordinator,
     Manifest,
     Result,
@@ -123,6 +125,37 @@ def test_device_with_a_wrong_answer_is_left_out_with_the_reason(make_scene: Call
     assert refusal.startswith("sum: ")
 
 
+def test_device_that_leaves_during_its_upload_holds_up_no_other(
+    make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One masked result is fetched at a time, and the first one is that of a device that leaves."""
+    monkeypatch.setattr(sums, "AT_ONCE", 1)
+    held: dict[str, SumInbox] = {}
+
+    def upload(device: str, message: FromCoordinator) -> bool:
+        if isinstance(message, SumInbox):
+            held[device] = message
+            if device == "a":
+                answer("a")
+                scene.parts.inbox.handler.on_message("a", DeviceState("a1", online=False))
+            for name in sorted(held.keys() - {"a"}) if "a" in held else ():
+                answer(name)
+        return isinstance(message, SumInbox)
+
+    def answer(device: str) -> None:
+        content = scene.devices[device].answer(held[device])
+        assert isinstance(content, bytes)
+        if device != "a":  # it is here as soon as it is asked for
+            scene.parts.state.blobs.put(content)
+        vector = Manifest(digest_of(content), len(content), 126_976)
+        scene.parts.sums.on_answer(device, SumMasked(held[device].sum, vector))
+
+    scene = make_scene(upload)
+    scene.add_up()
+    [added] = [result for result in scene.parts.state.results(1, "train") if result.device == SUM]
+    assert added.metrics["devices"] == 3.0
+
+
 def test_failed_sum_says_why_and_the_next_attempt_has_another_number(make_scene: Callable[..., Scene]) -> None:
     silent = {"c", "d"}
     scene = make_scene(lambda device, message: device in silent)
@@ -148,11 +181,10 @@ def test_sum_begins_again_with_the_devices_that_are_left(
 
 def test_answers_out_of_turn_change_nothing(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene()
-    sums = scene.parts.sums
     keys = scene.devices["a"].answer(SumInvite(SumId("r", 1, "train", 7), make_terms(4)))
     assert isinstance(keys, SumKeys)
     for answer in (keys, SumRefused(keys.sum, "no"), SumShares(keys.sum, {}, bytes(32))):
-        sums.on_answer("a", answer)  # no sum is under way
+        scene.parts.sums.on_answer("a", answer)  # no sum is under way
     scene.devices["a"].kept = None
     scene.add_up()
     assert not scene.parts.refusals("a")

@@ -37,10 +37,12 @@ def test_trainer_plans_nothing_for_nobody(parts: Parts) -> None:
 
 
 def test_trainer_leaves_recorded_tasks_out_whose_blobs_are_gone(parts: Parts) -> None:
+    """They end, so that a late result of one is refused, and not awaited."""
     parts.state.store.rounds.open("r", 1, ["pi"], 1)
     parts.ports.journal.add_tasks(1, {"pi": parts.work})
     parts.state.blobs.path(parts.work.planned.groups["model"]).unlink()
     assert parts.ports.trainer.recall(parts.state.store.tasks.read_unanswered("r")) == {}
+    assert parts.state.store.tasks.read_unanswered("r") == []
 
 
 def test_trainer_opens_a_round_with_the_results_that_the_record_has(parts: Parts) -> None:

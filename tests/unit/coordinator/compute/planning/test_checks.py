@@ -64,6 +64,12 @@ def test_auc_is_refused_where_no_scores_are_counted(configure: Configure, values
         check_run(configure(auc=True, **values), "run.toml")
 
 
+def test_models_of_text_are_not_compared(configure: Configure) -> None:
+    """Only the bundle of such a model is refused otherwise, on every device at the end of the run."""
+    with pytest.raises(ConfigError, check=has_code("FV1110", "'transformer_small_text' reads text")):
+        configure(model="transformer_small_text", model_options={}, promote={})
+
+
 def test_another_mode_with_cohorts_fits_regions_and_sums(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row says so: no other place names modes."""
     config = msgspec.structs.replace(configure(classes=["ant", "bee"], devices=3), mode="toy")

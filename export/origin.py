@@ -65,7 +65,7 @@ def _describe(value: object) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
-        case torch.dtype() | torch.device():
+        case torch.dtype() | torch.device() | msgspec.UnsetType():
             return str(value)
         case nn.Module():
             return _module(value)

@@ -306,6 +306,8 @@ def values_of(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
         case msgspec.inspect.FloatType(ge=low, le=high):
             return st.floats(low, high, allow_nan=False)
+        case msgspec.inspect.StrType(pattern=str(pattern)):
+            return st.from_regex(pattern)
         case msgspec.inspect.StrType():
             return st.text(max_size=30)
         case msgspec.inspect.BytesType(min_length=low, max_length=high):

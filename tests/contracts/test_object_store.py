@@ -314,7 +314,8 @@ def test_upload_goes_through_the_store_in_pieces(make_fleet: MakeFleet, server: 
     assert fleet.coordinator.got(content)
     assert device.sent_chunks < 1
     fleet.store.close()
-    assert server.objects() == [], "pieces are removed when they have been read"
+    pieces = [name for name in server.objects() if "probe" not in name]  # a slow answer makes the coordinator look
+    assert pieces == [], "pieces are removed when they have been read"
 
 
 def test_upload_continues_where_the_store_was_killed(

@@ -50,7 +50,7 @@ class Engine:
     ) -> None:
         self.progress: Callable[[str], None] = lambda text: None
         self._run = run
-        self._own_config = self._config = config  # the latter is the earlier run's in a run that only tests it
+        self._own_config = self._config = config  # a run that only tests an earlier one takes that one's as _config
         self._store = store
         self._folder = folder
         self._graph_cache = graph_cache

@@ -251,7 +251,7 @@ def test_a_full_disk_ends_in_an_error_and_the_sender_stops(
 def test_a_disk_from_which_nothing_can_be_deleted_ends_in_the_error_of_the_write(
     peer: Peers, largest_file: Callable[[int], None]
 ) -> None:
-    """As of a card that has failed: the system lets nobody write to it any more. A folder stands for that here."""
+    """A card has failed, and the system lets nobody write to it any more. A folder stands for it here."""
     sender, receiver = peers = [peer("sender"), peer("receiver")]
     settle(peers)
     manifest = sender.blobs.put(blob(24 * CHUNK_BYTES))

@@ -209,7 +209,7 @@ print(store.has(digest_of(content)))
 
 
 def test_a_disk_with_room_for_half_of_the_notes_is_full(tmp_path: Path) -> None:
-    """Those of 400 000 chunks take 800 kB. An access to the other half would end the process later."""
+    """The notes of 400 000 chunks take 800 kB. An access to their other half would end the process later."""
     code = """import sys; from fedvit.blobs import *; from pathlib import Path; folder = Path(sys.argv[1])
 (folder / "other").write_bytes(bytes(600_000))
 BlobStore(folder).receive(Manifest(digest_of(b"large"), 400_000 * 1024, 1024))"""

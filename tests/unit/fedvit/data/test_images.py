@@ -298,7 +298,7 @@ def test_thumbnail_of_a_very_long_image_is_not_empty(tmp_path: Path) -> None:
         assert read_thumbnail(path, 40, 40).shape == shape
 
 
-def augmented(images: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
+def draw_and_augment(images: Pixels, batch: Batch, rng: np.random.Generator) -> Pixels:
     return augment(images, batch, draw_variation(np.arange(len(images)), batch, rng))
 
 
@@ -308,12 +308,12 @@ class TestAugment:
     def test_nothing_asked_nothing_drawn(self) -> None:
         rng = np.random.default_rng(0)
         untouched = rng.bit_generator.state
-        np.testing.assert_array_equal(augmented(self.IMAGES, Batch(**PLAIN), rng), self.IMAGES)
+        np.testing.assert_array_equal(draw_and_augment(self.IMAGES, Batch(**PLAIN), rng), self.IMAGES)
         assert rng.bit_generator.state == untouched
 
     def test_flip_mirrors_about_half_of_the_samples_whole(self) -> None:
         """64 fair coins: fewer than 16 or more than 48 heads has a chance below 1e-4; the seed is fixed anyway."""
-        result = augmented(self.IMAGES, Batch(**PLAIN, flip=True), np.random.default_rng(0))
+        result = draw_and_augment(self.IMAGES, Batch(**PLAIN, flip=True), np.random.default_rng(0))
         mirrored = np.array([np.array_equal(a, b[:, ::-1]) for a, b in zip(result, self.IMAGES, strict=True)])
         kept = np.array([np.array_equal(a, b) for a, b in zip(result, self.IMAGES, strict=True)])
         assert (mirrored ^ kept).all()
@@ -325,13 +325,13 @@ class TestAugment:
         padded = np.pad(image, ((1, 1), (1, 1), (0, 0)), mode="reflect")
         windows = {padded[y : y + 8, x : x + 8].tobytes() for y in range(3) for x in range(3)}
         many = np.broadcast_to(image, (512, 8, 8, 3))
-        result = augmented(many, Batch(**PLAIN, crop_padding=1), np.random.default_rng(0))
+        result = draw_and_augment(many, Batch(**PLAIN, crop_padding=1), np.random.default_rng(0))
         assert {cropped.tobytes() for cropped in result} == windows
 
     def test_brightness_scales_each_sample_by_one_factor_within_its_range(self) -> None:
         """100 in every pixel times a factor in [.75, 1.25], rounded: one value per sample, 75..125."""
         flat = np.full((200, 4, 4, 3), 100, dtype=np.uint8)
-        result = augmented(flat, Batch(**PLAIN, brightness=0.25), np.random.default_rng(0)).reshape(200, -1)
+        result = draw_and_augment(flat, Batch(**PLAIN, brightness=0.25), np.random.default_rng(0)).reshape(200, -1)
         assert (result == result[:, :1]).all()
         assert result.min() >= 75
         assert result.max() <= 125
@@ -339,7 +339,7 @@ class TestAugment:
 
     def test_brightness_clips_and_does_not_wrap_around(self) -> None:
         bright = np.full((50, 2, 2, 3), 250, dtype=np.uint8)
-        result = augmented(bright, Batch(**PLAIN, brightness=0.5), np.random.default_rng(0))
+        result = draw_and_augment(bright, Batch(**PLAIN, brightness=0.5), np.random.default_rng(0))
         assert result.min() >= 125
         assert result.max() == 255
 
@@ -364,7 +364,7 @@ class TestAugment:
     def test_input_stays_as_it_was_and_the_seed_decides(self) -> None:
         batch = Batch(**PLAIN, crop_padding=2, flip=True, brightness=0.3)
         before = self.IMAGES.copy()
-        first, again, other = (augmented(self.IMAGES, batch, np.random.default_rng(seed)) for seed in (5, 5, 6))
+        first, again, other = (draw_and_augment(self.IMAGES, batch, np.random.default_rng(seed)) for seed in (5, 5, 6))
         np.testing.assert_array_equal(self.IMAGES, before)
         np.testing.assert_array_equal(first, again)
         assert first.dtype == np.uint8

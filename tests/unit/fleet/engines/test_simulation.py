@@ -338,7 +338,7 @@ def test_run_of_the_other_engine_is_not_resumed(folders: list[Path], tmp_path: P
 def test_devices_start_from_coded_values_from_the_first_round_on(
     folders: list[Path], tmp_path: Path, graph_cache: Path
 ) -> None:
-    """As on a fleet: what coding leaves out of the first values, and of the first change, is not in what they train."""
+    """The engines agree: what coding leaves out of the first values, and of the first change, no device trains."""
     values = {**VALUES, "rounds": 2, "updates": {"down": "top_k:share=0.05", "down_whole": "fp16"}}
     engines: tuple[Engine, ...] = ("torch", "onnx")
     ended = []

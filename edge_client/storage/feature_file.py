@@ -1,4 +1,4 @@
-"""A file of features: one record for each image, which is made again if it is missing or damaged.
+"""A file of features: one record for each view of an image, which is made again if it is missing or damaged.
 
 A record is its id, and the numbers with a digest, or sealed with a key. The id says of which image, graph and tensors
 the features are, so that a record of anything else is never read.

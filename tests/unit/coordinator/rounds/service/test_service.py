@@ -71,7 +71,7 @@ class Forbidden:
     """A compute side that may not enter the folder of the server's images."""
 
     def ask(self, request: ComputeRequest[Any]) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied", "/home/ada/pictures")
+        raise PermissionError(errno.EACCES, "Permission denied", "/srv/ada/pictures")
 
     def close(self) -> None:
         pass
@@ -84,4 +84,4 @@ def test_run_that_may_not_read_a_folder_fails_once(tmp_path: Path) -> None:
         wait_until(run.is_over)
         record = store.runs.read("r")
     assert record.status == "failed"
-    assert "/home/ada/pictures" in (record.reason or "")
+    assert "/srv/ada/pictures" in (record.reason or "")

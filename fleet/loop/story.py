@@ -90,7 +90,7 @@ class LoopOutcome(Struct, frozen=True, kw_only=True):
     false_alarms: int  # devices with an alert before the new class appeared
     labels: dict[str, int]  # given, by class
     reason: str  # of the promotion
-    canaries: list[str]
+    canaries: int  # devices that used the second model first
     before: dict[str, ServedClass]  # answers of the first model, by class
     after: dict[str, ServedClass]  # answers of the second one
     seconds: float
@@ -133,7 +133,7 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
         false_alarms=false_alarms,
         labels=dict(given),
         reason=second.reason,
-        canaries=find_canaries(second),
+        canaries=count_canaries(second),
         before=before,
         after=after,
         seconds=round(time.monotonic() - began, 1),
@@ -225,7 +225,7 @@ class LoopStory:
             "second", {**self._values, "classes": list(self._classes), "promote": {**RULES, "after": CANARY}}
         )
         self._report(f"model {second.model} is trained: {second.reason}")
-        self._report(f"model {second.model} is canary on {' and '.join(find_canaries(second))} for {CANARY}")
+        self._report(f"model {second.model} is canary on {format_count(count_canaries(second), 'device')} for {CANARY}")
         world.wait_for_champion(second.model)
         world.wait_for_answers(second.model)
         self._report(f"model {second.model} is promoted, and answers on {' and '.join(SITES)}")
@@ -239,9 +239,9 @@ class LoopStory:
         return after
 
 
-def find_canaries(model: ModelView) -> list[str]:
-    """Return the devices that use a model first."""
-    return [each.device for each in model.devices if each.wanted == "canary"]
+def count_canaries(model: ModelView) -> int:
+    """Count the devices that used a model first, from its history: all devices may use it by now."""
+    return sum(change.devices for change in model.history if change.act == "canary")
 
 
 def count_answers(devices: Sequence[LoopDevice], model: str) -> dict[str, ServedClass]:

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import RunConfig
+from coordinator.model_view import read_model
+from coordinator.record.record import open_record
+from coordinator.rounds.models.requests import promote_canary
 from fleet.datasets.digits import read_digits
 from fleet.loop.fleet import LoopDevice
-from fleet.loop.story import LoopSettings, ServedClass, count_answers
+from fleet.loop.story import LoopSettings, ServedClass, count_answers, count_canaries
+from tests.support.models import BETTER, FIRST, compare_on
 
 
 def test_answers_by_true_class(device: LoopDevice) -> None:
@@ -24,6 +28,15 @@ def test_answers_by_true_class(device: LoopDevice) -> None:
     assert count_answers([device], "a-1") == {}
     device.answers.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"picture": "0.p')
     assert count_answers([device], "a-1") == {"0": ServedClass(2, 1, 1), "1": ServedClass(1, 0, 0)}
+
+
+def test_canaries_are_counted_after_their_model_was_promoted(tmp_path: Path) -> None:
+    with open_record(tmp_path / "runs") as store:
+        compare_on(store, "r-1", {"a": FIRST, "b": FIRST}, after=0)
+        compare_on(store, "r-2", {"a": BETTER, "b": BETTER}, canary="site=berlin")
+        assert count_canaries(read_model(store, "r-2")) == 1
+        promote_canary(store, "r-2", "its time is over")
+        assert [count_canaries(read_model(store, name)) for name in ("r-1", "r-2")] == [0, 1]
 
 
 @pytest.mark.parametrize("pretrained", [False, True])

@@ -179,6 +179,14 @@ def test_the_packages_of_the_image_are_those_of_the_wheel() -> None:
             assert copied == packages, file
 
 
+def test_the_image_of_the_server_can_show_its_metrics() -> None:
+    """Its containers are healthy only if they answer at the address of `--prometheus`."""
+    [line] = re.findall(r'"\$1\[(.*)\]"', (DEPLOY / "docker" / "Dockerfile.server").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {requirement for extra in line.split(",") for requirement in extras[extra]}
+    assert any(package.startswith("prometheus-client") for package in packages)
+
+
 def test_playbook_names_files_that_exist() -> None:
     [play] = yaml.safe_load((DEPLOY / "ansible" / "devices.yaml").read_text())
     sources = [task["ansible.builtin.copy"].get("src") for task in play["tasks"] if "ansible.builtin.copy" in task]

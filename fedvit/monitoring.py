@@ -72,7 +72,9 @@ def _read_option(context: click.Context, _: click.Parameter, text: str | None) -
             "a socket that only you can open, --prometheus unix:PATH",
         )
     if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError("FV1021", "--prometheus needs the package prometheus-client: pip install 'fedvit[trackers]'")
+        raise ConfigError(
+            "FV1021", "--prometheus needs the package prometheus-client: pip install 'fedvit[prometheus]'"
+        )
     return address
 
 

@@ -3,6 +3,7 @@ deployment."""
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +54,15 @@ SHOWN = list(shown())
 @pytest.mark.parametrize(("place", "words"), [pytest.param(*each, id=each[0]) for each in SHOWN])
 def test_every_command_that_a_message_names_is_understood(place: str, words: list[str]) -> None:
     parse(words)
+
+
+def test_every_extra_that_a_message_or_a_page_names_exists() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    pages = [*SOURCES, *Path("docs").glob("*.md"), Path("README.md"), Path("fedvit/explanations.toml")]
+    named = {(name, path) for path in pages for names in re.findall(r"fedvit\[([a-z0-9,]+)\]", path.read_text())
+             for name in names.split(",")}  # fmt: skip
+    assert [(name, path) for name, path in named if name not in extras] == []
+    assert ("server", Path("README.md")) in named
 
 
 def test_commands_are_found() -> None:

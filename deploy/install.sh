@@ -6,12 +6,13 @@
 #   sudo sh deploy/install.sh edge --remove                             # keeps settings and state; --purge removes them, too
 # Without root it installs below ~/.local, without a service. Without Python 3.11 to 3.13 it fetches one with uv.
 set -eu
+umask 022  # services have users of their own, who read what root installs
 here=$(cd "$(dirname "$0")" && pwd)
 kind=${1:-} what=${2:-} option=${3:-}
 case $kind in
-  edge) unit=fedvit-edge.service more="fedvit-update.service fedvit-update.timer" name=fedvit programs=edge-client extras=prometheus,discovery state="fedvit-edge" ;;
+  edge) unit=fedvit-edge.service more="fedvit-update.service fedvit-update.timer" name=fedvit programs=edge-client extras=prometheus,discovery state="fedvit-edge" files="edge.env token" ;;
   server) unit=fedvit-coordinator.service more="" name=fedvit-server programs="coordinator fleet" \
-    extras=server,dashboard,discovery,postgresql,prometheus,s3 state="fedvit" ;;
+    extras=server,dashboard,discovery,postgresql,prometheus,s3 state="fedvit" files="service.toml coordinator.env" ;;
   *) echo "usage: install.sh edge|server WHEEL|--remove|--purge; the first word is '$kind'" >&2; exit 2 ;;
 esac
 if [ "$(id -u)" = 0 ]; then
@@ -35,7 +36,9 @@ if [ "$what" = --remove ] || [ "$what" = --purge ]; then
     if [ "$kind" = edge ]; then own=${XDG_STATE_HOME:-$HOME/.local/state}; else own=${XDG_CACHE_HOME:-$HOME/.cache}; fi
     rm -rf "$own/fedvit"
   elif [ "$what" = --purge ]; then
-    rm -rf "$settings" "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
+    for file in $files; do rm -f "$settings/$file"; done
+    rmdir "$settings" 2> /dev/null || true  # the other program's settings stay
+    rm -rf "$root/var/lib/$state" "$root/var/lib/private/$state" "$root/var/cache/$state" "$root/var/cache/private/$state"
   fi
   systemd daemon-reload
   echo "removed"

@@ -122,6 +122,37 @@ def test_root_installs_upgrades_and_removes(tmp_path: Path, wheel: Path) -> None
     assert machine.list_files() == set()
 
 
+def test_services_can_read_what_a_careful_root_installs(tmp_path: Path, wheel: Path) -> None:
+    """Their users are others, also where root's own files are for root alone."""
+    machine = Machine(tmp_path, is_root=True)
+    before = os.umask(0o077)
+    try:
+        done = machine.install("edge", wheel)
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    unit = tmp_path / "root/etc/systemd/system/fedvit-edge.service"
+    for path in (machine.to, *machine.to.rglob("*"), unit):
+        needed = 0o5 if path.is_dir() else 0o4
+        assert path.stat().st_mode & needed == needed, path
+    assert (tmp_path / "root/etc/fedvit/edge.env").stat().st_mode & 0o077 == 0
+
+
+def test_purge_leaves_the_settings_of_the_other_program(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, is_root=True)
+    own = {
+        "edge": {"root/etc/fedvit/edge.env", "root/etc/fedvit/token"},
+        "server": {"root/etc/fedvit/service.toml", "root/etc/fedvit/coordinator.env"},
+    }
+    (tmp_path / "root/etc/fedvit").mkdir(parents=True)
+    for file in own["edge"] | own["server"]:
+        (tmp_path / file).write_text("mine\n")
+    assert machine.install("edge", "--purge").returncode == 0
+    assert machine.list_files() == own["server"]
+    assert machine.install("server", "--purge").returncode == 0
+    assert not (tmp_path / "root/etc/fedvit").exists()
+
+
 def test_engine_for_a_gpu_replaces_the_other(tmp_path: Path, wheel: Path) -> None:
     machine = Machine(tmp_path, is_root=False)
     for name in ("onnxruntime", "onnxruntime-gpu"):

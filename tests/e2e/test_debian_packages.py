@@ -157,7 +157,7 @@ def test_purge_leaves_only_pictures(built: tuple[Path, Path], tmp_path: Path) ->
     settings.write_text("FEDVIT_DATA=/srv/mine\n")
 
     assert "next:" not in run(f"dpkg --install {package}")
-    assert "try-restart fedvit-edge.service" in root.take_calls()
+    assert "try-restart fedvit-edge.service fedvit-serve.service" in root.take_calls()
     assert settings.read_text() == "FEDVIT_DATA=/srv/mine\n", "an upgrade keeps the owner's settings"
     assert not left[-1].exists(), "an upgrade replaces what edge-client update has installed"
 

@@ -1,6 +1,5 @@
 """`fleet demo`: a federation on one machine, with handwritten digits and real processes."""
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +10,9 @@ from coordinator.api import print_run
 from fedvit.command_line import Command, Group, json_flag, print_json
 from fedvit.hints import command
 from fleet.commands.run import outcome_json
-from fleet.datasets.digits import read_digits
 from fleet.devices import device_folders
-from fleet.partition import write_device_folders
+from fleet.partition import DealSettings, deal
 from fleet.partition_plot import summary_table
-from fleet.partitions import partition
 from fleet.request import RunOutcome, RunRequest
 from profiles.probes.host import usable_cores
 from profiles.report.console import Console
@@ -66,11 +63,7 @@ def demo_command(context: click.Context, /, **flags: Any) -> None:
         context.default_map = {context.invoked_subcommand: {"out": own.out, "seed": own.seed, "as_json": own.as_json}}
         return
     parts = own.out / "parts"
-    if parts.exists():
-        shutil.rmtree(parts)  # of an earlier demo
-    samples = read_digits(size=32)
-    shares = partition("dirichlet", samples.labels, own.devices, seed=own.seed, alpha=0.3)
-    summary = write_device_folders(samples, shares, parts, test_share=0.2, seed=own.seed)
+    summary = deal("digits", "dirichlet", own.devices, parts, DealSettings(seed=own.seed, overwrite=True))
     if not own.as_json:
         Console(stderr=True).print(summary_table(summary))
     outcome = _run(own, parts)

@@ -1,0 +1,20 @@
+"""`fleet demo` from the command line; tests/e2e/test_run.py and test_loop.py run it."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from fedvit.errors import ConfigError
+from fleet.commands.demo import demo_command
+from tests.support.codes import has_code
+
+
+def test_folder_of_somebody_else_stays(tmp_path: Path) -> None:
+    """Also `fleet partition` writes to parts, by default."""
+    file = tmp_path / "parts" / "device-0" / "train" / "cat" / "mine.png"
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    with pytest.raises(ConfigError, check=has_code("FV2007", str(tmp_path / "parts"))):
+        CliRunner().invoke(demo_command, ["--out", str(tmp_path)], catch_exceptions=False)
+    assert file.read_text() == "x"

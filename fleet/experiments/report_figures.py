@@ -41,10 +41,10 @@ def plot_curves(axes: Axes, outcome: ExperimentOutcome, partition: str, spread: 
             for entry in cell.result.rounds if cell.result else ():
                 if entry.accuracy:
                     by_round.setdefault(entry.round, []).append(entry.accuracy.mean)
-        if not by_round:
-            continue
         # those of all seeds: without the ones that stopped early a mean would be that of others
         rounds = [number for number in sorted(by_round) if len(by_round[number]) == len(cells)]
+        if not rounds:
+            continue
         label = f"{method}{note_missing_seeds(outcome, [cell.seed for cell in cells])}"
         (line,) = axes.plot(
             rounds,

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from fedvit.errors import ConfigError
+from fleet.experiments.command import write_results
 from fleet.experiments.outcome import mean_interval
 from fleet.experiments.paper_figures import FigureStyle, check_font, write_bars, write_curves, write_ranks
 from fleet.experiments.report_figures import plot_curves
@@ -96,6 +98,20 @@ def test_curves_end_with_the_first_seed_that_stops(tmp_path: Path) -> None:
     plot_curves(axes, make_measured_outcome(grid, curves), "even", lambda values: (min(values), max(values)))
     (line,) = axes.get_lines()
     np.testing.assert_allclose(line.get_xydata(), [(1, 0.4), (2, 0.65)])
+
+
+def test_seeds_that_were_never_tested_in_the_same_round_have_no_curve(tmp_path: Path) -> None:
+    """[stop] by time ends them in different rounds, before the first that `evaluate_every` names."""
+    grid = read_grid(written_experiment(tmp_path, write_file(["even"], ["fedavg", "fedper"])))
+    curves = {"fedavg/even/seed-0": [0.5], "fedavg/even/seed-1": [0.3, 0.4], "fedper/even/seed-0": [0.6]}
+    outcome = make_measured_outcome(grid, curves)
+    (cell,) = outcome.find_cells("fedavg", "even")[1:]
+    assert cell.result is not None
+    cell.result.rounds[0] = msgspec.structs.replace(cell.result.rounds[0], accuracy=None)
+    write_results(outcome, tmp_path)
+    axes = Figure().add_subplot()
+    plot_curves(axes, outcome, "even", lambda values: (min(values), max(values)))
+    assert [line.get_gid() for line in axes.get_lines()] == ["curve-fedper"]
 
 
 def test_bars_and_their_intervals(outcome: ExperimentOutcome, tmp_path: Path) -> None:

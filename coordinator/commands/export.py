@@ -14,7 +14,7 @@ from coordinator.config import make_config
 from coordinator.record.opening import newest_run, open_existing_record
 from coordinator.record.tables import RunRecord
 from coordinator.views.trained import ExportedProgram, RunFiles, read_trained_model
-from export.bundle.command import format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
+from export.bundle.command import check_flags, format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
 from export.bundle.write import Bench, check_new
 from export.formats import ONNX, write_format
 from fedvit.blobs import BlobStore
@@ -58,8 +58,9 @@ def export(
     **measuring: Any,
 ) -> None:
     """Write a model of RUN, by default the newest run, as ONNX files that work without this software."""
-    check_new(out)
     data, threads = measuring["data"], measuring["threads"]
+    check_flags(format_name, data=data, precision=precisions, json=as_json)
+    check_new(out)
     with open_existing_record(folder) as store, tempfile.TemporaryDirectory(prefix="fedvit-export-") as scratch:
         record = store.runs.read(run or newest_run(store, folder))
         exported = _export_program(record, Path(scratch)) if record.program in ENGINES_WITHOUT_GRAPHS else None

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from edge_client.commands.options import program_options, read_settings
-from export.bundle.command import format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
+from export.bundle.command import check_flags, format_flag, licence_flag, out_flag, precisions_flag, round_flag, write
 from export.bundle.write import check_new
 from export.formats import ONNX, write_format
 from fedvit.command_line import Command, json_flag
@@ -45,6 +45,7 @@ def command(
     The model is the server's of the best or newest round that this device received, with its personal tensors.
     """
 
+    check_flags(format_name, precision=precisions, json=as_json)
     from edge_client.owner.bundles import load_model  # onnxruntime takes seconds
 
     settings = read_settings(context, own)

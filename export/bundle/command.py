@@ -56,6 +56,12 @@ def format_flag(*, on_device: bool) -> Callable[[Command], Command]:
     return click.option("--format", "format_name", type=click.Choice(names), default=ONNX, help=f"{text}.")
 
 
+def check_flags(format_name: str, **flags: object) -> None:
+    """Check that flags of a bundle are for one. Raises UsageError."""
+    if format_name != ONNX and (unused := [flag for flag, value in flags.items() if value]):
+        raise click.UsageError(f"--{unused[0]} is for --format {ONNX}; format {format_name} does not use it")
+
+
 def write(out: Path, trained: TrainedModel, bench: Bench, precisions: tuple[str, ...], *, as_json: bool) -> None:
     """Write the bundle `out` and print its summary, or its card as JSON. Raises as `write_bundle` does."""
     chosen = tuple(map(Precision, precisions)) or USUAL

@@ -41,25 +41,25 @@ class RunFlags(Struct, frozen=True, kw_only=True):
 
     def check(self, devices: int | None) -> None:
         """Raises ConfigError for flags that do not go together; `devices` is --devices."""
-        if self.virtual is None:
-            if self.engine != "onnx":
-                raise ConfigError(
-                    "FV2102", f"--engine {self.engine} is for virtual devices: say how many with --virtual N"
-                )
-            if self.ray:
-                raise ConfigError("FV2102", "--ray is for virtual devices: say how many with --virtual N")
-            if self.hosts:
-                raise ConfigError("FV2102", "--hosts is for virtual devices: say how many with --virtual N")
-        elif devices is not None:
+        of_virtual = {f"--engine {self.engine}": self.engine != "onnx", "--ray": self.ray, "--hosts": self.hosts}
+        of_torch = {f"--precision {self.precision}": self.precision != "fp32", "--check-export": self.checks_export}
+        of_processes = {"--ray": self.ray, "--hosts": self.hosts}
+        if self.virtual is None and (flag := _find_set(of_virtual)):
+            raise ConfigError("FV2102", f"{flag} is for virtual devices: say how many with --virtual N")
+        if self.virtual is not None and devices is not None:
             raise ConfigError(
                 "FV2102", f"--virtual {self.virtual} says how many devices there are; leave out --devices {devices}"
             )
-        elif self.engine != "onnx" and self.ray:
-            raise ConfigError("FV2123", f"--ray is for --engine onnx: engine {self.engine} has no processes of devices")
-        elif self.engine == "onnx" and self.precision != "fp32":
-            raise ConfigError("FV2102", f"--precision {self.precision} is for --engine torch")
-        elif self.engine == "onnx" and self.checks_export:
-            raise ConfigError("FV2102", "--check-export is for the engines of torch: engine onnx runs the graphs")
+        if self.engine == "onnx" and (flag := _find_set(of_torch)):
+            raise ConfigError("FV2102", f"{flag} is for --virtual N with --engine torch")
+        if self.engine != "onnx" and (flag := _find_set(of_processes)):
+            raise ConfigError(
+                "FV2123", f"{flag} is for --engine onnx: engine {self.engine} has no processes of devices"
+            )
+
+
+def _find_set(flags: dict[str, Any]) -> str | None:
+    return next((flag for flag, value in flags.items() if value), None)
 
 
 @click.command(

@@ -99,7 +99,8 @@ class LoopOutcome(Struct, frozen=True, kw_only=True):
 def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOutcome:
     """Play the story, and report what happens; all processes have ended afterwards.
 
-    Raises ConfigError and DataError for pictures that do not fit, FedvitError if a step does not happen.
+    Raises ConfigError and DataError for pictures that do not fit and for a folder `loop` of somebody else, FedvitError
+    if a step does not happen.
     """
     began = time.monotonic()
     values = settings.choose_run()
@@ -107,15 +108,13 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
     labels = choose_classes(samples, settings.classes)
     classes = tuple(samples.classes[label] for label in labels)
     plans = plan_pictures(samples, labels, len(SITES), settings.seed)
-    home = settings.out / "loop"
-    shutil.rmtree(home, ignore_errors=True)  # of an earlier demo
     with private_files(), ExitStack() as stack:
+        home = _clear_folder(settings.out / "loop")
         devices = []
         for name, plan in zip(SITES, plans, strict=True):
             pictures = ArrivingPictures(home / "pictures" / name, samples)
             pictures.write_labelled(plan.labelled)
             devices.append(LoopDevice(name, pictures, plan, home / "state" / name, home / "answers" / f"{name}.jsonl"))
-        (home / "answers").mkdir()
         world = LoopFleet(home, devices, stack.enter_context(Fleet()), settings.test_share)
         story = LoopStory(world, classes, values, report)
         first = story.use_first_model()
@@ -138,6 +137,15 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
         after=after,
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def _clear_folder(home: Path) -> Path:
+    """Remove what an earlier demo left there, and return the folder. Raises ConfigError if it is somebody else's."""
+    if home.exists() and not (home / "answers").is_dir():
+        raise ConfigError("FV2007", f"{home} is no earlier demo, so it is not overwritten; choose another --out")
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "answers").mkdir(parents=True)
+    return home
 
 
 class LoopStory:

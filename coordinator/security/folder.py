@@ -186,7 +186,7 @@ class Deployment:
             yield rows
             if rows.revocations.has_changed:
                 self._write_revocations(rows)
-            if rows.tokens.has_forgotten:
+            if rows.tokens.has_forgotten or (rows.tokens.new and not self._has_whole_logins()):
                 self._write_logins(rows)
             elif rows.tokens.new:
                 self._add_logins(rows.tokens.new)
@@ -262,6 +262,11 @@ class Deployment:
         known = {found[1]: f"{line}\n" for line in existing if (found := _LOGIN.fullmatch(line))}
         lines = [known.get(token.id) or _login(token) for token in rows.tokens.read_all()]
         atomic_write(self._logins, "".join(lines).encode(), private=True)
+
+    def _has_whole_logins(self) -> bool:
+        """Tell whether the last line is whole: on a full disk only its beginning may have been written."""
+        with name_failure(f"cannot read {self._logins}"), self._logins.open("rb") as file:
+            return file.seek(0, os.SEEK_END) == 0 or (file.seek(-1, os.SEEK_END) >= 0 and file.read() == b"\n")
 
     def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
         """Append logins, so that a token's cost does not grow with the fleet; the next start checks all lines."""

@@ -144,6 +144,19 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
         Deployment.open(deployment.folder)
 
 
+def test_token_works_after_a_full_disk_cut_the_line_of_another(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path / "made")
+    make_token(deployment, "pi-1", 60.0)
+    logins = deployment.folder / "enrolment.passwords"
+    whole = logins.read_text()
+    with logins.open("a") as file:
+        file.write("0123456789abcdef:$7$2000$half")
+    token = make_token(deployment, "pi-2", 60.0)
+    assert logins.read_text().startswith(f"{whole}{token.id}:$7$")
+    make_token(deployment, "pi-3", 60.0)
+    assert [len(line) for line in logins.read_text().splitlines()] == 3 * [len(whole) - 1]
+
+
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     folder = str(tmp_path / "made")
     assert run("init", folder, "--port", "0", "--enrolment-port", "0").exit_code == 0

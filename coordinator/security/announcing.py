@@ -21,11 +21,11 @@ def announce_listener(name: str, host: str, port: int, report: Callable[[str], N
         report(f"not announced in the network: {error.name} is missing, pip install 'fedvit[discovery]'")
         yield False
         return
-    addresses = list_addresses() if host in EVERYWHERE else [host]
     unique = f"{name} #{secrets.token_hex(2)}"  # two of the same name would be one
-    info = ServiceInfo(SERVICE, f"{unique}.{SERVICE}", port=port, parsed_addresses=addresses)
     zeroconf = None
     try:
+        addresses = list_addresses() if host in EVERYWHERE else [host]
+        info = ServiceInfo(SERVICE, f"{unique}.{SERVICE}", port=port, parsed_addresses=addresses)
         zeroconf = Zeroconf(interfaces=InterfaceChoice.All if host in EVERYWHERE else [host])
         zeroconf.register_service(info)
     except Exception as error:  # noqa: BLE001 - zeroconf's exceptions share no base of their own

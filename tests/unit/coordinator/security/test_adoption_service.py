@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coordinator.security.adoption_service import TRIES, AdoptionService, AdoptionState
@@ -113,6 +114,15 @@ def test_window_closes_by_itself(deployment: Deployment) -> None:
     service = AdoptionService(deployment)
     service.open(f"{LOCALHOST}:{claim_port()}", 1.0)
     wait_until(lambda: service.state == AdoptionState(), lambda: f"the window stays: {service.state}")
+
+
+def test_window_opens_without_a_network(monkeypatch: pytest.MonkeyPatch, deployment: Deployment) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    service = AdoptionService(deployment)
+    service.open(f"0.0.0.0:{claim_port()}", WINDOW_S)
+    wait_until(lambda: "no network" in service.state.note, lambda: f"nothing says why: {service.state}")
+    assert service.state.closes_at
+    end(service)
 
 
 def test_address_that_cannot_be_used_is_named(deployment: Deployment) -> None:

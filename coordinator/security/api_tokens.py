@@ -82,7 +82,7 @@ class ApiTokens:
             self._stamp, self._known = None, []
         except OSError as error:
             raise storage_failed(f"cannot read {self._file}", error) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise Damaged(
                 "FV1642", f"{self._file} is damaged: {error}; remove it, and make the tokens again"
             ) from error

@@ -114,7 +114,7 @@ class Deployment:
                 raise ConfigError("FV1312", f"{private} can be read by others on this machine; chmod go= {private}")
         try:
             settings = msgspec.json.decode(file.read_bytes(), type=Settings)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError("FV1310", f"the deployment in {folder} cannot be read: {error}") from error
         deployment = cls(folder, settings, _registry_in(folder))
         deployment.authority  # noqa: B018 - says now what is wrong with it

@@ -144,6 +144,13 @@ def test_what_is_secret_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
         Deployment.open(deployment.folder)
 
 
+def test_settings_that_are_no_text_are_named(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path / "made")
+    (deployment.folder / "deployment.json").write_bytes(b'{"federation": "\xff"}')
+    with pytest.raises(ConfigError, check=has_code("FV1310")):
+        Deployment.open(deployment.folder)
+
+
 def test_token_works_after_a_full_disk_cut_the_line_of_another(tmp_path: Path) -> None:
     deployment = make_deployment(tmp_path / "made")
     make_token(deployment, "pi-1", 60.0)

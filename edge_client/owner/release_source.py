@@ -5,8 +5,10 @@ import http.client
 import os
 import shutil
 import ssl
+import string
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +132,15 @@ def _other_file(source: str, package: Package) -> BadPayload:
     )
 
 
+def _encode_path(url: str) -> str:
+    """Encode what is not ASCII in the path of a URL, as browsers do. Raises LinkDown for what is no URL."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+    except ValueError as error:
+        raise LinkDown("FV1462", f"{url} is no URL: {error}; name the folder or URL of releases again") from None
+    return parts._replace(path=urllib.parse.quote(parts.path, safe=string.printable)).geturl()
+
+
 @contextmanager
 def open_file(source: str, name: str, start: int = 0) -> Iterator[BinaryIO]:
     """Open a file of a folder or below a URL, from byte `start` on if the server can do that.
@@ -139,7 +150,7 @@ def open_file(source: str, name: str, start: int = 0) -> Iterator[BinaryIO]:
     place = f"{source.rstrip('/')}/{name}"
     try:
         if source.startswith(("http://", "https://")):
-            ask = urllib.request.Request(place, headers={"Range": f"bytes={start}-"} if start else {})
+            ask = urllib.request.Request(_encode_path(place), headers={"Range": f"bytes={start}-"} if start else {})
             with urllib.request.urlopen(ask, timeout=TIMEOUT_S) as answer:
                 yield cast(BinaryIO, answer)
         else:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 
 class CuttingServer(ThreadingHTTPServer):
@@ -32,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: CuttingServer
 
     def do_GET(self) -> None:
-        file = self.server.folder / self.path.lstrip("/")
+        file = self.server.folder / unquote(self.path).lstrip("/")
         match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(match[1]) if match else 0
         self.server.asked.append((file.name, start))

@@ -103,3 +103,15 @@ def test_file_that_is_gone(tmp_path: Path, package: Package) -> None:
     (tmp_path / "releases" / NAME).unlink()
     with cutting(tmp_path / "releases", SIZE) as server, pytest.raises(LinkDown, check=has_code("FV1462", "404")):
         download(server.url, package, tmp_path / "package")
+
+
+def test_names_of_a_url_need_not_be_ascii(tmp_path: Path, package: Package) -> None:
+    (tmp_path / "releases").rename(tmp_path / "mises à jour")
+    with cutting(tmp_path, SIZE) as server:
+        download(f"{server.url}/mises%20à%20jour", package, tmp_path / "package")
+    assert (tmp_path / "package").stat().st_size == SIZE
+
+
+def test_source_that_is_no_url_is_named(tmp_path: Path, package: Package) -> None:
+    with pytest.raises(LinkDown, check=has_code("FV1462", "http://[host")):
+        download("http://[host", package, tmp_path / "package")

@@ -264,7 +264,9 @@ class Deployment:
         atomic_write(self._logins, "".join(lines).encode(), private=True)
 
     def _has_whole_logins(self) -> bool:
-        """Tell whether the last line is whole: on a full disk only its beginning may have been written."""
+        """Return whether the file is there and its last line whole; a full disk may have kept only its beginning."""
+        if not self._logins.exists():
+            return False
         with name_failure(f"cannot read {self._logins}"), self._logins.open("rb") as file:
             return file.seek(0, os.SEEK_END) == 0 or (file.seek(-1, os.SEEK_END) >= 0 and file.read() == b"\n")
 

@@ -162,6 +162,9 @@ def test_token_works_after_a_full_disk_cut_the_line_of_another(tmp_path: Path) -
     assert logins.read_text().startswith(f"{whole}{token.id}:$7$")
     make_token(deployment, "pi-3", 60.0)
     assert [len(line) for line in logins.read_text().splitlines()] == 3 * [len(whole) - 1]
+    logins.unlink()
+    make_token(deployment, "pi-4", 60.0)
+    assert len(logins.read_text().splitlines()) == 4, "a missing file is made anew"
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

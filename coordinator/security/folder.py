@@ -186,7 +186,7 @@ class Deployment:
             yield rows
             if rows.revocations.has_changed:
                 self._write_revocations(rows)
-            if rows.tokens.has_forgotten or (rows.tokens.new and not self._has_whole_logins()):
+            if rows.tokens.has_forgotten or (rows.tokens.new and not _has_whole_lines(self._logins)):
                 self._write_logins(rows)
             elif rows.tokens.new:
                 self._add_logins(rows.tokens.new)
@@ -263,13 +263,6 @@ class Deployment:
         lines = [known.get(token.id) or _login(token) for token in rows.tokens.read_all()]
         atomic_write(self._logins, "".join(lines).encode(), private=True)
 
-    def _has_whole_logins(self) -> bool:
-        """Return whether the file is there and its last line whole; a full disk may have kept only its beginning."""
-        if not self._logins.exists():
-            return False
-        with name_failure(f"cannot read {self._logins}"), self._logins.open("rb") as file:
-            return file.seek(0, os.SEEK_END) == 0 or (file.seek(-1, os.SEEK_END) >= 0 and file.read() == b"\n")
-
     def _add_logins(self, tokens: Sequence[OpenToken]) -> None:
         """Append logins, so that a token's cost does not grow with the fleet; the next start checks all lines."""
         with name_failure(f"cannot write {self._logins}"), self._logins.open("ab") as file:
@@ -280,6 +273,14 @@ class Deployment:
 
 def _registry_in(folder: Path) -> Registry:
     return Registry(folder / "registry.db")
+
+
+def _has_whole_lines(file: Path) -> bool:
+    """Return whether a file is there and its last line whole; a full disk may have kept only its beginning."""
+    if not file.exists():
+        return False
+    with name_failure(f"cannot read {file}"), file.open("rb") as lines:
+        return lines.seek(0, os.SEEK_END) == 0 or (lines.seek(-1, os.SEEK_END) >= 0 and lines.read() == b"\n")
 
 
 def _login(token: OpenToken) -> str:

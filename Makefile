@@ -183,8 +183,10 @@ azurite:
 arm: install mosquitto build/arm/.made build/arm/kernels/.made
 	@$(BIN)/python -m pytest -q -rP -n 2 tests/arm/checks.py
 
-# instructions of training steps there beside torch's, a table; CASES="fedavg-vitt" for some of the cases
-arm-torch: install build/arm/.made build/arm/kernels/.made build/arm/torch/.made
+# instructions of training steps there, and on an x86-64 processor with AVX2, beside torch's, a table; CASES="fedavg-vitt"
+# for some of the cases
+arm-torch: install build/arm/.made build/arm/kernels/.made build/arm/torch/.made $(if $(filter x86_64,$(shell uname -m)),compiler)
+	@[ "$$(uname -m)" != x86_64 ] || $(BIN)/uv pip install --quiet --reinstall --target build/arm/kernels-x86 ./kernels
 	@$(BIN)/python -m tests.arm.compare_steps $(CASES)
 
 # the newest torch for aarch64 that has no CUDA and runs on a Cortex-A72: the wheel of 2.10 uses newer instructions

@@ -14,6 +14,8 @@ from fedvit import kernels
 from fedvit.onnx_file import check_self_contained
 
 if TYPE_CHECKING:  # imported with the first graph: an idle device saves its 25 MB
+    from collections.abc import Callable
+
     from onnxruntime import InferenceSession
 
 log = logging.getLogger(__name__)
@@ -49,20 +51,25 @@ def open_session(
     options.add_session_config_entry("session.use_env_allocators", "1")
     options.add_session_config_entry("session.load_model_format", "ONNX")  # whatever its first bytes may say
     options.log_severity_level = 3
-    changed = _with_kernels(graph, options) if own_kernels and _providers(provider) == [CPU] else None
-    session: InferenceSession = onnxruntime.InferenceSession(
-        changed or (graph if isinstance(graph, bytes) else str(graph)),
-        options,
+    # equal unpackings of a weight in the forward and in the backward pass, and what a block computes again, must stay
+    # two: joined, they would hold the whole model unpacked in between
+    kept = ["CommonSubexpressionElimination"]
+    make = functools.partial(
+        onnxruntime.InferenceSession,
+        sess_options=options,
         providers=_providers(provider),
-        # equal unpackings of a weight in the forward and in the backward pass, and what a block computes again, must
-        # stay two: joined, they would hold the whole model unpacked in between
-        disabled_optimizers=["CommonSubexpressionElimination"],
+        disabled_optimizers=kept,
     )
-    return session
+    session: InferenceSession | None = None
+    if own_kernels and _providers(provider) == [CPU]:
+        session = _open_with_kernels(graph, options, make)
+    return session or make(graph if isinstance(graph, bytes) else str(graph))
 
 
-def _with_kernels(graph: Path | bytes, options: Any) -> bytes | None:
-    """The graph with operators of the kernels, which are registered for the session; None if it has none of them."""
+def _open_with_kernels(
+    graph: Path | bytes, options: Any, make: "Callable[[bytes], InferenceSession]"
+) -> "InferenceSession | None":
+    """Open the graph with operators of the kernels; None if there are none for it, or they do not load."""
     if (library := kernels.find_library()) is None:
         return None
     try:
@@ -70,7 +77,12 @@ def _with_kernels(graph: Path | bytes, options: Any) -> bytes | None:
     except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
         _warn_of_kernels(str(library), str(error))
         return None
-    return kernels.insert_kernels(graph if isinstance(graph, bytes) else graph.read_bytes())
+    changed = kernels.insert_kernels(graph if isinstance(graph, bytes) else graph.read_bytes())
+    try:
+        return make(changed) if changed else None
+    except Exception as error:  # noqa: BLE001 - a library of another version lacks an operator
+        _warn_of_kernels(str(library), str(error))
+        return None
 
 
 @functools.cache

@@ -102,6 +102,21 @@ _ROUND_ROWS = parse_pattern("""
     s = Mul m #step
     y = QuantizeLinear x s #zero axis:1
 """)
+_ADAMW = parse_pattern("""
+    a = Mul m #kept_mean
+    b = Mul g #new_mean
+    m1 = Add a b
+    c = Mul v #kept_square
+    d = Mul g #new_square
+    e = Mul d g
+    v1 = Add c e
+    k = Mul x kept
+    s = Mul rate m1
+    r = Sqrt v1
+    f = Add r least
+    q = Div s f
+    y = Sub k q
+""")
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,7 @@ def find_replacements(graph: GraphIndex) -> list[Call]:
         *_find_layer_norm_grads(graph),
         *_find_attentions(graph),
         *_find_column_sums(graph),
+        *_find_adamw_updates(graph),
     ]
     if any(node.operator == _INTEGER_PRODUCT for node in graph.nodes):
         calls += [*_find_row_roundings(graph), *_find_row_scalings(graph)]
@@ -299,3 +315,17 @@ def _find_column_sums(graph: GraphIndex) -> Iterator[Call]:
         rows, axes = node.inputs
         if graph.constants.get(axes) == (0,) and len(graph.shape(rows) or ()) == 2:
             yield _call("ColumnSums", [rows], node.outputs, {node}, graph.places[node])
+
+
+def _find_adamw_updates(graph: GraphIndex) -> Iterator[Call]:
+    for last, match in _find_matches(graph, _ADAMW):
+        names = match.names
+        factors = [names[name] for name in ("#kept_mean", "#new_mean", "#kept_square", "#new_square")]
+        scalars = [names[name] for name in ("kept", "rate", "least")]
+        slots = [names[name] for name in ("m1", "v1")]
+        is_scaled_by_numbers = all(len(graph.constants[name]) == 1 for name in factors)
+        is_scaled_by_numbers &= all(graph.shape(name) == () for name in scalars)
+        is_closed = match.is_closed(graph, "y", "m1", "v1")
+        if is_scaled_by_numbers and is_closed and all(match.nodes.issuperset(graph.readers[slot]) for slot in slots):
+            inputs = [names["x"], names["g"], names["m"], names["v"], *factors, *scalars]
+            yield _call("AdamW", inputs, [names["y"], *slots], match.nodes, graph.places[last])

@@ -9,6 +9,12 @@ struct Heads {
   size_t images, tokens, heads, width;
 };
 
+// The factors of an update: next mean = kept_mean mean + new_mean grad, next square = kept_square square + new_square
+// grad^2, next value = kept value - rate next mean / (sqrt(next square) + least).
+struct AdamW {
+  float kept_mean, new_mean, kept_square, new_square, kept, rate, least;
+};
+
 struct Kernels {
   // qkv (B, N, 3, H, W) -> out (B, N, H, W), of one image and head: softmax(scale q k^T) v
   void (*attention)(const Heads&, float scale, const float* qkv, float* out, size_t image, size_t head);
@@ -33,6 +39,9 @@ struct Kernels {
                      float* mean, float* spread, size_t rows, size_t width);
   // adds the sums of columns of (rows, width) to sums (width)
   void (*column_sums)(const float* entered, float* sums, size_t rows, size_t width);
+  // AdamW on `count` numbers: value, mean and square -> their next ones, which may lie in the same places
+  void (*adamw)(const AdamW& by, const float* value, const float* grad, const float* mean, const float* square,
+                float* next_value, float* next_mean, float* next_square, size_t count);
 };
 
 extern const Kernels plain_kernels;

@@ -87,6 +87,14 @@ class Run {
     });
   }
 
+  // the same for the numbers of a tensor
+  template <class Work>
+  void numbers(const std::vector<int64_t>& lengths, const Work& work) {
+    size_t count = 1;
+    for (int64_t length : lengths) count *= length;
+    rows(count, 1, work);
+  }
+
   void require(bool right, const char* expected) {
     if (!failed && !right) failed = refused(table_, expected);
   }
@@ -161,12 +169,8 @@ Status* gelu_grad(void* self, Context* context) {
   const float* entered = run.input(1, lengths);
   run.require(left == lengths, "GeluGrad: expected two tensors of one shape");
   float* result = run.output(0, lengths);
-  size_t count = 1;
-  for (int64_t length : lengths) count *= length;
-  constexpr size_t kPiece = 1 << 13;
-  run.each((count + kPiece - 1) / kPiece, [&](size_t piece) {
-    const size_t first = piece * kPiece;
-    kernels().gelu_grad(grad + first, entered + first, result + first, std::min(kPiece, count - first));
+  run.numbers(lengths, [&](size_t first, size_t count) {
+    kernels().gelu_grad(grad + first, entered + first, result + first, count);
   });
   return run.failed;
 }
@@ -309,6 +313,33 @@ Status* scale_rows(void* self, Context* context) {
   return run.failed;
 }
 
+Status* adamw(void* self, Context* context) {
+  Run run(static_cast<Kernel*>(self)->table, context);
+  Lengths lengths, other;
+  constexpr size_t kTensors = 4, kFactors = 7;
+  const float* tensors[kTensors];
+  float factors[kFactors];
+  for (size_t number = 0; number < kTensors; ++number) {
+    tensors[number] = run.input(number, number ? other : lengths);
+    run.require(!number || other == lengths, "AdamW: expected four tensors of one shape");
+  }
+  for (size_t number = 0; number < kFactors; ++number) {
+    const float* factor = run.input(kTensors + number, other);
+    run.require(other.empty(), "AdamW: expected seven numbers after the tensors");
+    if (run.failed) return run.failed;
+    factors[number] = *factor;
+  }
+  const AdamW by = {factors[0], factors[1], factors[2], factors[3], factors[4], factors[5], factors[6]};
+  float* value = run.output(0, lengths);
+  float* mean = run.output(1, lengths);
+  float* square = run.output(2, lengths);
+  run.numbers(lengths, [&](size_t first, size_t count) {
+    kernels().adamw(by, tensors[0] + first, tensors[1] + first, tensors[2] + first, tensors[3] + first, value + first,
+                    mean + first, square + first, count);
+  });
+  return run.failed;
+}
+
 struct Described : Operator {
   const char* called;
   size_t reads, makes;
@@ -361,6 +392,7 @@ const Described operators[] = {
     completed({{}, "RoundRows", 2, 2, round_rows, nullptr, true, kBytes}),
     completed({{}, "RoundWeights", 1, 2, round_weights, nullptr, false, kSignedBytes}),
     completed({{}, "ScaleRows", 3, 1, scale_rows, nullptr, true}),
+    completed({{}, "AdamW", 11, 3, adamw}),
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Instructions of training steps on emulated processors of boards, beside torch's (`make arm-torch`).
+"""Instructions of training steps on emulated processors, beside torch's (`make arm-torch`).
 
 The cases are those of `bench step` with fewer blocks, smaller images and smaller batches: an emulated processor
 computes about 0.1 GFLOP in a second. EFTViT's have half the width, since the update of two wide blocks would cost as
@@ -6,6 +6,7 @@ much as a step on so few patches. All programs have one thread.
 """
 
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from bench.cases import CASES, Case, choose, encode_case
 from bench.prepare import prepare
 from fedvit.models import SMALL
 from tests.arm.counting import read_counts
-from tests.arm.emulation import ALIKE, ARM, KERNELS, emulate
+from tests.arm.emulation import ALIKE, ARM, KERNELS, KERNELS_X86, emulate
 from tests.arm.moved import count_moved_bytes
 
 _SQUARE = {"patch_size": 16, "image_size": 64, "mlp_ratio": 4.0, "qkv_bias": True}
@@ -36,7 +37,10 @@ STEPS = 3
 PROGRAMS = {
     "cortex-a72": ("torch", "fp32", "fp32 kernels"),
     "cortex-a76": ("torch", "fp32 kernels", "fp16 kernels", "int8 kernels"),
+    "haswell": ("torch", "fp32", "fp32 kernels", "int8 kernels"),
 }
+if platform.machine() != "x86_64":
+    del PROGRAMS["haswell"]  # its torch and onnxruntime are this machine's own
 """Processor -> columns of the table: torch in float32, or a precision of products, with or without kernels."""
 
 
@@ -55,12 +59,12 @@ def count_instructions(case: Case, processor: str, program: str, folder: Path) -
     environment = {"QEMU_PLUGIN": f"{ARM / 'instructions.so'},out={own / 'count'}", "OMP_NUM_THREADS": "1", **ALIKE}
     if program == "torch":
         given = ["tests.arm.torch_process", encode_case(case), STEPS]
-        environment["PYTHONPATH"] = str(ARM / "torch")
+        environment |= {} if processor == "haswell" else {"PYTHONPATH": str(ARM / "torch")}
     else:
         compute, _, kernels = program.partition(" ")
         prepare(case.with_options(compute=compute), own, 8, folder / "graphs")
         given = ["tests.arm.step_process", own, STEPS]
-        environment |= KERNELS if kernels else {}
+        environment |= (KERNELS_X86 if processor == "haswell" else KERNELS) if kernels else {}
     emulate(processor, "-m", *given, **environment)
     counts = read_counts(own / "count")
     return counts[STEPS - 1] - counts[STEPS - 2]

@@ -9,7 +9,8 @@ ARM = ROOT / "build" / "arm"
 PROCESSORS = ("cortex-a72", "cortex-a76")
 """The processors of a Raspberry Pi 4 and 5; the second alone has instructions for products of 8-bit integers."""
 KERNELS = {"PYTHONPATH": str(ARM / "kernels")}
-"""The environment in which a program has the optional kernels."""
+"""The environment in which a program on those has the optional kernels."""
+KERNELS_X86 = {"PYTHONPATH": str(ARM / "kernels-x86")}
 ALIKE = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
 """The environment in which a program runs the same instructions each time."""
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes FOLDER, in which FOLDER/PROCESSOR/bin/python is Debian's Python for aarch64 on an emulated processor, with all that
 # a device installs: tests/arm/root.sh FOLDER UV
+# On x86-64, FOLDER/haswell/bin/python is this environment's Python on a processor that has AVX2 and nothing newer.
 # Debian's packages are unpacked there, not installed; the system stays as it is.
 set -euo pipefail
 folder=$(realpath -m "$1") uv=$2 here=$(cd "$(dirname "$0")/../.." && pwd)
@@ -39,6 +40,15 @@ processor cortex-a76 0xd0b \
   "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp"  # as a Raspberry Pi 5
 mkdir -p "$folder/cortex-a72/lib/${python##*/}/site-packages"
 ln -s ../cortex-a72/lib "$folder/cortex-a76/lib"
+
+if [ "$(uname -m)" = x86_64 ]; then
+  environment=$(realpath -s "$(dirname "$uv")/python")
+  mkdir -p "$folder/haswell/bin"
+  # without what QEMU lacks of a Haswell, so that it does not warn of it
+  printf '#!/bin/sh\nexec qemu-x86_64 -cpu Haswell-noTSX,-pcid,-x2apic,-tsc-deadline,-invpcid -0 %q %q "$@"\n' \
+    "$environment" "$(realpath "$environment")" > "$folder/haswell/bin/python"
+  chmod +x "$folder/haswell/bin/python"
+fi
 
 # what a device installs (pyproject.toml), and what its tests need besides
 "$uv" pip install --quiet --python "$folder/cortex-a72/bin/python" --only-binary :all: -c "$here/constraints.txt" \

@@ -202,6 +202,30 @@ def test_rows_times_their_scales(packages: dict[str, Path], kind: str, bias: boo
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 40), max_size=3), size=st.sampled_from([1e-6, 1.0, 1e3]), seed=st.integers(0, 2**16)
+)
+def test_update_of_adamw(packages: dict[str, Path], kind: str, shape: list[int], size: float, seed: int) -> None:
+    """The third step of torch's formula, with the squares of gradients from 1e-12 to 1e6."""
+    value, grad, mean = draw(seed, *shape), size * draw(seed + 1, *shape), size * draw(seed + 2, *shape)
+    square = (size * draw(seed + 3, *shape)) ** 2
+    lr, decay, beta1, beta2, eps = 0.1, 0.05, 0.9, 0.999, 1e-8
+    correction = np.sqrt(1 - beta2**3)
+    factors = (beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * decay, lr * correction / (1 - beta1**3), eps * correction)
+    scalars = [np.array(factor, np.float32) for factor in factors]
+    tensors = [np.asarray(tensor, np.float32) for tensor in (value, grad, mean, square)]
+    exact_value, exact_grad, exact_mean, exact_square = (tensor.astype(np.float64) for tensor in tensors)
+    next_mean = beta1 * exact_mean + (1 - beta1) * exact_grad
+    next_square = beta2 * exact_square + (1 - beta2) * exact_grad**2
+    change = lr * next_mean / (1 - beta1**3) / (np.sqrt(next_square) / correction + eps)
+    found = run_operator(packages[kind], "AdamW", 3, *tensors, *scalars)
+    assert_near(found[0], exact_value * (1 - lr * decay) - change)
+    np.testing.assert_allclose(found[1], next_mean, rtol=1e-5, atol=1e-6 * size)
+    np.testing.assert_allclose(found[2], next_square, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> None:
     """A device finds a diverged training by it."""
     qkv = draw(0, 1, 20, 3, 1, 16)
@@ -212,6 +236,8 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
     ones = np.ones(20, np.float32)
     assert np.isnan(run_operator(packages[kind], "LayerNorm", 3, entered, ones, ones, epsilon=1e-6)[0]).all()
     assert np.isnan(run_operator(packages[kind], "ColumnSums", 1, entered)[0]).all()
+    numbers = [np.array(0.5, np.float32)] * 7
+    assert np.isnan(run_operator(packages[kind], "AdamW", 3, ones, entered[0], ones, ones, *numbers)).all()
     for odd in (np.nan, np.inf):  # wherever in its row, and in that row alone
         for place in (0, 19):
             rows = draw(1, 2, 20)
@@ -232,6 +258,8 @@ def test_what_is_not_a_number_stays_so(packages: dict[str, Path], kind: str) -> 
         ("RoundRows", 2, [(2, 3), (2,)]),
         ("ScaleRows", 1, [(2, 3), (3, 1)]),
         ("ScaleRows", 1, [(2, 3), (2, 1), (2,)]),
+        ("AdamW", 3, [(2, 3), (2, 3), (2, 3), (3, 2), *[()] * 7]),
+        ("AdamW", 3, [*[(2, 3)] * 4, *[()] * 6, (1,)]),
     ],
 )
 def test_other_shapes_are_refused(

@@ -240,7 +240,47 @@ def test_patterns_with_other_numbers_stay(prepared: dict[str, Prepared]) -> None
 
 
 def test_a_graph_without_patterns_is_not_changed(prepared: dict[str, Prepared]) -> None:
-    assert insert_kernels(prepared["fedavg"].graph("update").read_bytes()) is None
+    assert insert_kernels(prepared["fedtp"].graph("update").read_bytes()) is None
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_update_of_adamw_is_one_operator(prepared: dict[str, Prepared]) -> None:
+    """It writes over what it reads, as a device lets it."""
+    model = replace_nodes(prepared["fedavg"].graph("update").read_bytes())
+    assert count_kernels(model) == {"AdamW": 1}
+    vectors = ("value", "grad", "slot/exp_avg", "slot/exp_avg_sq")
+    rng = np.random.default_rng(0)
+    results = []
+    start = {name: np.abs(rng.standard_normal(20_001)).astype(np.float32) for name in vectors}
+    for own in (False, True):
+        session = open_session(prepared["fedavg"].graph("update"), 2, own_kernels=own)
+        places = {name: array.copy() for name, array in start.items()}
+        for step in (1, 2):
+            binding = session.io_binding()
+            for name, place in places.items():
+                binding.bind_input(name, "cpu", 0, np.float32, place.shape, place.ctypes.data)
+                if name != "grad":
+                    binding.bind_output(f"new/{name}", "cpu", 0, np.float32, place.shape, place.ctypes.data)
+            scalars = {"hyper/lr": np.array(0.1, np.float32), "hyper/step": np.array(step, np.float32)}
+            for name, number in scalars.items():
+                binding.bind_cpu_input(name, number)
+            session.run_with_iobinding(binding)
+        results.append(places)
+    for name, expected in results[0].items():
+        np.testing.assert_allclose(results[1][name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("read", ["grown mean", "factor of a vector"])
+def test_an_update_that_differs_from_adamw_stays(prepared: dict[str, Prepared], read: str) -> None:
+    model = prepared["fedavg"].model("update")
+    if read == "grown mean":  # by another node than those of the update
+        model.graph.node.append(helper.make_node("Neg", ["new/slot/exp_avg"], ["turned"]))
+        model.graph.output.append(helper.make_tensor_value_info("turned", TensorProto.FLOAT, None))
+    else:
+        [factor] = [node for node in model.graph.node if node.input[0] == "value"]
+        model.graph.input.append(helper.make_tensor_value_info("factors", TensorProto.FLOAT, ["length"]))
+        factor.input[1] = "factors"
+    assert insert_kernels(model.SerializeToString()) is None
 
 
 @pytest.mark.usefixtures("missing")
@@ -263,6 +303,30 @@ def test_a_library_that_does_not_load_causes_one_warning(
         open_session(prepared["fedtp"].graph("train"), 1)
         open_session(prepared["fedtp"].graph("predict"), 1)
     assert [record.__dict__.get("path") for record in caplog.records].count(str(broken)) == 1
+
+
+def test_a_library_of_an_older_version_causes_one_warning(
+    installed: Path, prepared: dict[str, Prepared], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It lacks an operator that this version would insert."""
+
+    def insert(content: bytes) -> bytes:
+        model = onnx.load_from_string(insert_kernels(content) or content)
+        for node in model.graph.node:
+            node.op_type += "OfTomorrow" * (node.domain == DOMAIN)
+        changed: bytes = model.SerializeToString()
+        return changed
+
+    monkeypatch.setattr("fedvit.kernels.insert_kernels", insert)
+    with caplog.at_level(logging.WARNING):
+        session = open_session(prepared["fedtp"].graph("train"), 1)
+    [warning] = [record.__dict__ for record in caplog.records if record.__dict__.get("path") == str(installed)]
+    assert "OfTomorrow" in warning["error"]
+    case = prepared["fedtp"]
+    feeds = make_random_feeds(session, case.program, case.values)
+    plain = open_session(case.graph("train"), 1, own_kernels=False)
+    for expected, result in zip(plain.run(None, feeds), session.run(None, feeds), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_a_graph_that_arrives_with_kernels_is_refused(prepared: dict[str, Prepared], tmp_path: Path) -> None:

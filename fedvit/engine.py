@@ -70,19 +70,30 @@ def _open_with_kernels(
     graph: Path | bytes, options: Any, make: "Callable[[bytes], InferenceSession]"
 ) -> "InferenceSession | None":
     """Open the graph with operators of the kernels; None if there are none for it, or they do not load."""
-    if (library := kernels.find_library()) is None:
-        return None
-    try:
-        options.register_custom_ops_library(str(library))
-    except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
-        _warn_of_kernels(str(library), str(error))
+    if not _register_kernels(options):
         return None
     changed = kernels.insert_kernels(graph if isinstance(graph, bytes) else graph.read_bytes())
     try:
         return make(changed) if changed else None
     except Exception as error:  # noqa: BLE001 - a library of another version lacks an operator
-        _warn_of_kernels(str(library), str(error))
+        _warn_of_kernels(str(kernels.find_library()), str(error))
         return None
+
+
+def has_kernels() -> bool:
+    """Return whether the optional kernels are installed and load."""
+    return _register_kernels(_engine().SessionOptions())
+
+
+def _register_kernels(options: Any) -> bool:
+    if (library := kernels.find_library()) is None:
+        return False
+    try:
+        options.register_custom_ops_library(str(library))
+    except Exception as error:  # noqa: BLE001 - onnxruntime's exceptions share no base of their own
+        _warn_of_kernels(str(library), str(error))
+        return False
+    return True
 
 
 @functools.cache

@@ -105,6 +105,7 @@ class Speed(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ]  # read and written by an operator, by ONNX name; "Add" stands for all others
     node_s: Measure  # that every operator takes, however small its tensors
     load_per_core: Measure | None = None  # processes of others that wanted a core while it was measured
+    kernels: bool = False  # graphs run with the optional kernels
 
     def __post_init__(self) -> None:
         """Raises ValueError for figures that allow no prediction: a hello brings them from outside."""

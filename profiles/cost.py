@@ -4,17 +4,17 @@ import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import onnx
-from onnx import TensorProto
 
+from fedvit.kernels import DOMAIN as KERNELS
+from fedvit.kernels import insert_kernels
 from fedvit.resources import ProductKind
+from profiles.graph_memory import VIEWS, GraphTensor, Shape, collect_tensors, compute_peak_bytes
 from profiles.prediction import GraphWork, ProductWork
-
-Shape = tuple[int, ...]
 
 
 class Product(NamedTuple):
@@ -37,10 +37,11 @@ class NodeCost(NamedTuple):
 
     op: str
     product: Product | None
-    moved_bytes: int  # read and written
+    moved_bytes: int  # read and written; 0 of a product
     block: str  # "embedding", "block 0", ..., "head"; see `block_of`
     kind: str  # part of the block: "attention", "mlp", ...
     forward: bool  # part of the forward pass, else of the backward pass
+    vectors: int = 0  # read and written, of a length that the graph leaves open
 
     @property
     def flops(self) -> int:
@@ -50,8 +51,9 @@ class NodeCost(NamedTuple):
 @dataclass(frozen=True)
 class GraphCost:
     nodes: tuple[NodeCost, ...]
-    activation_bytes: int  # highest sum of the values between inputs and outputs (`_compute_peak_bytes`)
+    activation_bytes: int  # highest sum of the values between inputs and outputs (`compute_peak_bytes`)
     graph_bytes: int
+    with_kernels: "GraphCost | None" = None  # of the graph into which a device puts the optional kernels
 
     @cached_property
     def flops(self) -> int:
@@ -65,7 +67,7 @@ class GraphCost:
         for node in self.nodes:
             if node.product:
                 products[node.product] += 1
-            elif node.moved_bytes:
+            if node.moved_bytes:
                 moved_bytes[node.op] += node.moved_bytes
         return GraphWork(
             products=[ProductWork(*product, count) for product, count in products.items()],
@@ -80,64 +82,36 @@ def graph_cost(content: bytes) -> GraphCost:
     FLOPs count as in torch's FlopCounterMode: 2 per multiply-add of every matrix product; elementwise work, softmax and
     norms count 0. Raises ValueError when a product's shape is unknown, as the count would be too low.
     """
+    changed = insert_kernels(content)
+    with_kernels = replace(_price(changed), graph_bytes=len(content)) if changed else None
+    return replace(_price(content), with_kernels=with_kernels)
+
+
+def _price(content: bytes) -> GraphCost:
     graph = onnx.load_from_string(content).graph
-    tensors = _collect_tensors(graph)
+    tensors = collect_tensors(graph)
     forward, fused, gradients = _find_forward(graph), _find_fused(graph), _find_gradients(graph)
     places = _find_places(graph, tensors, gradients)
-    nodes = []
+    nodes: list[NodeCost] = []
     for node in graph.node:
-        block, kind = places[node.output[0]]
-        nodes.append(
-            NodeCost(
-                op=node.op_type,
-                product=_measure_product(node, tensors, node.output[0] in gradients),
-                moved_bytes=0 if node.op_type in _VIEWS or node.output[0] in fused else _moved_bytes(node, tensors),
-                block=block,
-                kind=kind,
-                forward=node.output[0] in forward,
-            )
-        )
-    return GraphCost(tuple(nodes), _compute_peak_bytes(graph, tensors), len(content))
+        name = node.output[0]
+        if node.domain == KERNELS and node.op_type in _ATTENTION:
+            parts: list[tuple[str, Product | None, int]] = [*_list_parts_of_attention(node, tensors)]
+        else:
+            product = _measure_product(node, tensors, name in gradients)
+            is_free = product or node.op_type in VIEWS or name in fused
+            parts = [(node.op_type, product, 0 if is_free else _moved_bytes(node, tensors))]
+        vectors = sum(value not in tensors for value in (*node.input, *node.output) if value)
+        nodes += (NodeCost(*part, *places[name], name in forward, vectors) for part in parts)
+    return GraphCost(tuple(nodes), compute_peak_bytes(graph, tensors), len(content))
 
 
-# --- shapes -------------------------------------------------------------------------------------------
-
-
-class _Tensor(NamedTuple):
-    shape: Shape
-    item_bytes: int
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.item_bytes
-
-
-_ITEM_BYTES = {
-    TensorProto.FLOAT: 4, TensorProto.FLOAT16: 2, TensorProto.DOUBLE: 8, TensorProto.INT64: 8, TensorProto.INT32: 4,
-    TensorProto.INT8: 1, TensorProto.UINT8: 1, TensorProto.BOOL: 1,
-}  # fmt: skip
-
-
-def _collect_tensors(graph: onnx.GraphProto) -> dict[str, _Tensor]:
-    """Collect the values whose dimensions are all known."""
-    tensors = {
-        tensor.name: _Tensor(tuple(tensor.dims), _ITEM_BYTES.get(tensor.data_type, 4)) for tensor in graph.initializer
-    }
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        kind = value.type.tensor_type
-        # without a shape not even the rank is known; a scalar has one, without dimensions
-        if kind.HasField("shape") and all(dim.HasField("dim_value") for dim in kind.shape.dim):
-            shape = tuple(dim.dim_value for dim in kind.shape.dim)
-            tensors[value.name] = _Tensor(shape, _ITEM_BYTES.get(kind.elem_type, 4))
-    return tensors
-
+# --- products ---------------------------------------------------------------------------------------
 
 _PRODUCTS = {"MatMul", "Gemm", "MatMulIntegerToFloat", "Conv", "ConvTranspose"}
-_VIEWS = {"Reshape", "Identity", "Squeeze", "Unsqueeze", "Flatten", "ConstantOfShape"}
-"""Operators that only change a shape."""
 
 
-def _measure_product(node: onnx.NodeProto, tensors: Mapping[str, _Tensor], gradient: bool) -> Product | None:
+def _measure_product(node: onnx.NodeProto, tensors: Mapping[str, GraphTensor], gradient: bool) -> Product | None:
     if node.op_type not in _PRODUCTS:
         return None
     read = node.input[:2] if node.op_type.startswith("Conv") else node.input[:1]
@@ -191,7 +165,24 @@ def _find_gradients(graph: onnx.GraphProto) -> set[str]:
     return found
 
 
-def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, _Tensor]) -> int:
+_ATTENTION = {"Attention": (1, 1), "AttentionGrad": (2, 3)}
+"""Operator of the kernels -> numbers of its products queries x keys, and weights x values, or of this size."""
+
+
+def _list_parts_of_attention(
+    node: onnx.NodeProto, tensors: Mapping[str, GraphTensor]
+) -> Iterator[tuple[str, Product | None, int]]:
+    """List the products of an operator of the kernels and its softmax, as operator, product and moved bytes."""
+    images, tokens, _, heads, width = tensors[node.input[0]].shape
+    scores = Product("attention", images * heads, tokens, width, tokens)
+    mixtures = Product("attention", images * heads, tokens, tokens, width)
+    for product, count in zip((scores, mixtures), _ATTENTION[node.op_type], strict=True):
+        for _ in range(count):
+            yield "MatMul", product, 0
+    yield "Softmax", None, 2 * 4 * images * heads * tokens**2
+
+
+def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, GraphTensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 
@@ -243,7 +234,7 @@ def block_of(tensor: str) -> tuple[str, str]:
 
 
 def _find_places(
-    graph: onnx.GraphProto, tensors: Mapping[str, _Tensor], gradients: set[str]
+    graph: onnx.GraphProto, tensors: Mapping[str, GraphTensor], gradients: set[str]
 ) -> dict[str, tuple[str, str]]:
     """Return (block, kind) of each node, by its first output.
 
@@ -287,7 +278,7 @@ def _find_nearest_after(
     node: onnx.NodeProto,
     readers: Mapping[str, list[onnx.NodeProto]],
     named: Mapping[str, tuple[str, str]],
-    tensors: Mapping[str, _Tensor],
+    tensors: Mapping[str, GraphTensor],
 ) -> tuple[str, str] | None:
     """Find the place of the nearest tensor after a node that is not smaller than the node's result."""
     least = tensors[node.output[0]].size_bytes if node.output[0] in tensors else 0
@@ -302,77 +293,6 @@ def _find_nearest_after(
             seen.update(further)
             waiting += further
     return None
-
-
-# --- memory -------------------------------------------------------------------------------------------
-
-_IN_PLACE = {
-    "Add", "Sub", "Mul", "Div", "Neg", "Exp", "Erf", "Sqrt", "Pow", "Tanh", "Abs", "Clip", "Softmax", "LogSoftmax",
-    "Gelu", "Relu", "Sigmoid", "Where", "Reciprocal",
-}  # fmt: skip
-"""Operators that onnxruntime lets write in place of an operand that is not read afterwards."""
-_ALIGNED = 256
-
-
-def _compute_peak_bytes(graph: onnx.GraphProto, tensors: Mapping[str, _Tensor]) -> int:
-    """Compute the most memory that values between inputs and outputs need at one time.
-
-    The order of execution and the reuse of memory are onnxruntime's: views share memory, and some operators write over
-    an operand of their result's size that is read for the last time. Outputs lie in memory of the caller.
-    """
-    order = _execution_order(graph)
-    last_use: dict[str, int] = {}
-    root: dict[str, str] = {}  # a value -> the one whose memory it lies in
-    outside = {value.name for value in (*graph.input, *graph.output)} | {tensor.name for tensor in graph.initializer}
-
-    def lies_in(name: str) -> str:
-        return root.get(name, name)
-
-    for node in graph.node:
-        if node.op_type in _VIEWS and node.op_type != "ConstantOfShape" and node.input:
-            root[node.output[0]] = lies_in(node.input[0])
-    for place, node in enumerate(order):
-        for name in node.input:
-            last_use[lies_in(name)] = place
-    live: dict[str, int] = {}
-    now = peak = 0
-    for place, node in enumerate(order):
-        freed = [lies_in(name) for name in node.input if last_use.get(lies_in(name)) == place]
-        for name in node.output:
-            if not name or name in root or name in outside:
-                continue
-            size = -(-(tensors[name].size_bytes if name in tensors else 0) // _ALIGNED) * _ALIGNED
-            reused = next((old for old in freed if node.op_type in _IN_PLACE and live.get(old) == size), None)
-            if reused is not None:
-                freed = [old for old in freed if old != reused]
-                now -= live.pop(reused)
-            live[name] = size
-            now += size
-        peak = max(peak, now)
-        unused = [name for name in node.output if name in live and name not in last_use]
-        for name in {*freed, *unused}:
-            now -= live.pop(name, 0)
-    return peak
-
-
-def _execution_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return the nodes in onnxruntime's default order: depth first from the last unread node, last operand first."""
-    nodes = list(graph.node)
-    maker = {name: index for index, node in enumerate(nodes) for name in node.output}
-    before = [sorted({maker[name] for name in node.input if name in maker}) for node in nodes]
-    read = {index for operands in before for index in operands}
-    stack = [(index, False) for index in range(len(nodes)) if index not in read]
-    seen: set[int] = set()
-    order: list[onnx.NodeProto] = []
-    while stack:
-        index, leaving = stack.pop()
-        if leaving:
-            order.append(nodes[index])
-        elif index not in seen:
-            seen.add(index)
-            stack.append((index, True))
-            stack += [(operand, False) for operand in before[index] if operand not in seen]
-    return order
 
 
 def flop_shares(cost: GraphCost, runs: int = 1) -> Iterator[tuple[str, str, int, int]]:

@@ -103,7 +103,8 @@ def seconds(work: GraphWork, speed: Speed) -> dict[Bound, float]:
 _LIKE = {
     "Split": "Concat", "Slice": "Concat", "Gather": "Concat", "Expand": "Concat", "Pad": "Concat",
     "ReduceSum": "ReduceMean", "ReduceMax": "ReduceMean", "ReduceMin": "ReduceMean", "LogSoftmax": "Softmax",
-    "Tanh": "Erf", "QuantizeLinear": "DequantizeLinear",
+    "Tanh": "Erf", "QuantizeLinear": "DequantizeLinear", "LayerNorm": "LayerNormalization",
+    "LayerNormGrad": "LayerNormalization", "GeluGrad": "Gelu",
 }  # fmt: skip
 """Operators that are not measured, and measured ones of the same speed."""
 

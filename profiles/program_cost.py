@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ class PricedProgram:
     program: Program
     options: Mapping[str, Any]  # of the method
     graphs: Mapping[str, GraphCost]  # of every graph of the Program
+    own_kernels: bool = False  # the device has the optional kernels
 
     def cost(self, *, images: int, test_images: int, cache_bytes: int = IMAGE_CACHE_BYTES) -> ProgramCost:
         """Return the cost for a device with these numbers of images, spread evenly over its classes.
@@ -48,7 +49,7 @@ class PricedProgram:
         )
         return msgspec.structs.replace(
             self._without_images,
-            step_work=_sum_step_work(program, graphs, images),
+            step_work=_sum_step_work(program, self._running, images),
             steps=sum(program.steps_of(phase, images) for phase in program.train),
             images=images,
             test_images=test_images,
@@ -58,6 +59,16 @@ class PricedProgram:
             bytes_up=_upload_bytes(program, collected) if collected else self._without_images.bytes_up,
             memory=_add_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
         )
+
+    @cached_property
+    def _running(self) -> Mapping[str, GraphCost]:
+        """The graphs as the device runs them."""
+        return {name: (self.own_kernels and cost.with_kernels) or cost for name, cost in self.graphs.items()}
+
+    @cached_property
+    def with_kernels(self) -> Self:
+        """The Program on a device with the optional kernels: less time and memory, the same FLOPs and bytes."""
+        return replace(self, own_kernels=True)
 
     @cached_property
     def _without_images(self) -> ProgramCost:
@@ -87,7 +98,7 @@ class PricedProgram:
             flops=shares,
             flops_evaluate=graphs[program.evaluate.graph].flops // program.batch.answer_size,
             step_work=GraphWork(products=[], moved_bytes={}, nodes=0),
-            answer_work=graphs[program.evaluate.graph].work,
+            answer_work=self._running[program.evaluate.graph].work,
             answer_size=program.batch.answer_size,
             steps=0,
             images=0,
@@ -96,7 +107,7 @@ class PricedProgram:
             bytes_once=once,
             bytes_down=bytes_down,
             bytes_up=_upload_bytes(program, {}),
-            memory=_list_memory_without_images(program, graphs),
+            memory=_list_memory_without_images(program, self._running),
         )
 
 
@@ -127,12 +138,13 @@ def _sum_step_work(program: Program, graphs: Mapping[str, GraphCost], images: in
     parts = [(graphs[phase.graph].work, _count_runs_of_round(program, phase, images) / total) for phase in steps]
     work = _sum_work(*parts)
     for phase, count in steps.items():
-        if phase.update:  # on vectors of any length: two operands and a result of that length
+        if phase.update:
             numbers = _moved_bytes(program, phase) // 4
             updating = graphs[phase.update].nodes
             pieces = -(-numbers // PIECE_ELEMENTS)
+            vectors = sum(node.vectors for node in updating)
             updated = work.moved_bytes | {
-                "Add": work.moved_bytes.get("Add", 0.0) + 12 * numbers * len(updating) * count / total
+                "Add": work.moved_bytes.get("Add", 0.0) + 4 * numbers * vectors * count / total
             }
             work = GraphWork(
                 products=work.products, moved_bytes=updated, nodes=work.nodes + pieces * len(updating) * count / total

@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from fedvit.errors import FedvitError
 from fedvit.files import atomic_write
+from fedvit.kernels import find_library
 from fedvit.resources import Speed
 from profiles.probes.host import board, find_engine
 from profiles.probes.speed import ProbeTooSlow
@@ -28,6 +29,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
     engine_version: str | None
     threads: int
     board: str | None
+    kernels: bool = False  # the optional kernels are installed
 
     @classmethod
     def now(cls, threads: int) -> Self:
@@ -37,6 +39,7 @@ class Conditions(Struct, frozen=True, kw_only=True):
             engine_version=engine_version,
             threads=threads,
             board=board(),
+            kernels=find_library() is not None,
         )
 
 

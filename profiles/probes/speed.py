@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedvit.engine import open_session
+from fedvit.engine import has_kernels, open_session
 from fedvit.errors import DeviceTrouble
 from fedvit.resources import ProductKind, ProductRate, Speed
 
@@ -97,6 +97,7 @@ def _measure(threads: int) -> Speed:
         bytes_per_s=_passes(rng, threads),
         node_s=(chain_s or 0.0) / CHAIN,
         load_per_core=load_per_core,
+        kernels=has_kernels(),
     )
 
 

@@ -5,6 +5,7 @@ computes about 0.1 GFLOP in a second. EFTViT's have half the width, since the up
 much as a step on so few patches. All programs have one thread.
 """
 
+import json
 import os
 import platform
 import sys
@@ -65,7 +66,11 @@ def count_instructions(case: Case, processor: str, program: str, folder: Path) -
         prepare(case.with_options(compute=compute), own, 8, folder / "graphs")
         given = ["tests.arm.step_process", own, STEPS]
         environment |= (KERNELS_X86 if processor == "haswell" else KERNELS) if kernels else {}
-    emulate(processor, "-m", *given, **environment)
+    printed = emulate(processor, "-m", *given, **environment)
+    if program != "torch" and json.loads(printed)["kernels"] != ("kernels" in program):
+        raise SystemExit(
+            "the column without kernels needs an environment without them: uv pip uninstall fedvit-kernels"
+        )
     counts = read_counts(own / "count")
     return counts[STEPS - 1] - counts[STEPS - 2]
 

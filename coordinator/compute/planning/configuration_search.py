@@ -282,8 +282,9 @@ class ConfigurationSearch:
 
 
 def cost_on(planned: PlannedDevice, priced: PricedProgram) -> ProgramCost:
-    """The cost of a Program with the images of a device."""
-    return priced.cost(
+    """The cost of a Program with the images of a device, and with its kernels."""
+    own = priced.with_kernels if planned.speed and planned.speed.kernels else priced
+    return own.cost(
         images=planned.images,
         test_images=planned.test_images,
         cache_bytes=image_cache_bytes(planned.budget.memory_bytes if planned.budget_is_own else None),

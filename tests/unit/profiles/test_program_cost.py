@@ -1,6 +1,7 @@
 """What follows from a Program and its graphs: every figure here is derived by hand."""
 
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,8 +45,8 @@ ANSWER = Product("weights", 1, 64, 32, 96)
 GRAPHS: dict[str, GraphCost] = {
     "train": GraphCost(
         (
-            NodeCost("Gemm", FORWARD, 999, "block 0", "attention", True),
-            NodeCost("Gemm", BACKWARD, 999, "block 0", "attention", False),
+            NodeCost("Gemm", FORWARD, 0, "block 0", "attention", True),
+            NodeCost("Gemm", BACKWARD, 0, "block 0", "attention", False),
             NodeCost("Add", None, 100, "block 0", "attention", True),
             NodeCost("Softmax", None, 40, "block 0", "attention", True),
             NodeCost("Reshape", None, 0, "block 0", "attention", True),
@@ -53,9 +54,11 @@ GRAPHS: dict[str, GraphCost] = {
         activation_bytes=10_000,
         graph_bytes=700,
     ),
-    "update": GraphCost((NodeCost("Mul", None, 8, "value", "value", False),) * 3, activation_bytes=0, graph_bytes=50),
+    "update": GraphCost(
+        (NodeCost("Mul", None, 8, "value", "value", False, 3),) * 3, activation_bytes=0, graph_bytes=50
+    ),
     "predict": GraphCost(
-        (NodeCost("Gemm", ANSWER, 999, "block 0", "attention", True),), activation_bytes=4_000, graph_bytes=300
+        (NodeCost("Gemm", ANSWER, 0, "block 0", "attention", True),), activation_bytes=4_000, graph_bytes=300
     ),
 }
 
@@ -225,6 +228,21 @@ def test_the_work_of_a_step_is_that_of_its_runs_and_of_the_update() -> None:
         "Softmax": pytest.approx(40 * runs),
     }
     assert work.nodes == pytest.approx(5 * runs + 3)
+
+
+def test_kernels_change_work_and_memory_alone() -> None:
+    fewer = replace(GRAPHS["train"], nodes=GRAPHS["train"].nodes[:3], activation_bytes=3_000)
+    graphs = GRAPHS | {"train": replace(GRAPHS["train"], with_kernels=fewer)}
+    priced = PricedProgram(program(), {}, graphs)
+    plain, own = (each.cost(images=20, test_images=6) for each in (priced, priced.with_kernels))
+    assert own.step_work.products == plain.step_work.products
+    assert plain.step_work.moved_bytes.keys() - own.step_work.moved_bytes.keys() == {"Softmax"}
+    assert memory(plain)["train"]["activations"] == int(ARENA_SLACK * 10_000)
+    # the largest of the other graphs stays
+    assert memory(own)["train"]["activations"] == int(ARENA_SLACK * 3_000)
+    assert memory(own)["evaluate"]["activations"] == int(ARENA_SLACK * 4_000)
+    changed = {"step_work", "memory"}
+    assert all(getattr(own, name) == getattr(plain, name) for name in {*plain.__struct_fields__} - changed)
 
 
 def test_work_of_steps_updates_and_answers() -> None:

@@ -16,7 +16,7 @@ from bench.onnx_side import START, make_noise_samples, start_values
 from bench.prepare import prepare
 from edge_client.work.runtime import Runtime, Seeds, Watch
 from fedvit.blobs import BlobStore
-from fedvit.engine import CPU, open_session
+from fedvit.engine import CPU, has_kernels, open_session
 from fedvit.errors import BadPayload
 from fedvit.kernels import DOMAIN, find_library, insert_kernels
 from fedvit.models import SMALL
@@ -283,10 +283,16 @@ def test_an_update_that_differs_from_adamw_stays(prepared: dict[str, Prepared], 
     assert insert_kernels(model.SerializeToString()) is None
 
 
+@pytest.mark.usefixtures("installed")
+def test_kernels_that_load_are_there() -> None:
+    assert has_kernels()
+
+
 @pytest.mark.usefixtures("missing")
 def test_a_device_without_the_library_trains_as_before(prepared: dict[str, Prepared]) -> None:
     case = prepared["fedtp"]
     assert find_library() is None
+    assert not has_kernels()
     plain, same = (open_session(case.graph("train"), 1, own_kernels=own) for own in (False, True))
     feeds = make_random_feeds(plain, case.program, case.values)
     for expected, result in zip(plain.run(None, feeds), same.run(None, feeds), strict=True):
@@ -302,6 +308,7 @@ def test_a_library_that_does_not_load_causes_one_warning(
     with caplog.at_level(logging.WARNING):
         open_session(prepared["fedtp"].graph("train"), 1)
         open_session(prepared["fedtp"].graph("predict"), 1)
+        assert not has_kernels()
     assert [record.__dict__.get("path") for record in caplog.records].count(str(broken)) == 1
 
 

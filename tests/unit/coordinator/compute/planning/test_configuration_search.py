@@ -462,3 +462,16 @@ def test_images_are_small_only_where_the_device_knows_of_its_budget(bench: Any) 
         for each in (target, small, small._replace(budget_is_own=False))
     ]
     assert parts[0] == parts[2] == parts[1] + 10**4 * image_bytes
+
+
+def test_a_device_with_kernels_is_planned_for_with_them(bench: Any) -> None:
+    """Its training takes less time and memory; FLOPs and bytes stay."""
+    made = bench("fedavg")
+    plain = made.target()
+    own = made.target(speed=msgspec.structs.replace(SPEED, kernels=True))
+    before, after = (made.search.find(made.method, planned)[1].chosen.prediction for planned in (plain, own))
+    assert after.step_s < before.step_s
+    assert after.peak_rss_bytes < before.peak_rss_bytes
+    costs = [cost_on(planned, made.search.program_of(made.method)) for planned in (plain, own)]
+    assert costs[0].flops_round == costs[1].flops_round
+    assert costs[0].bytes_up == costs[1].bytes_up

@@ -108,7 +108,7 @@ docs: install
 
 # the optional operators for this machine's devices; CXX=aarch64-linux-gnu-g++ with `pip wheel` makes those of a board
 kernels: install
-	@$(UV) pip install --quiet --reinstall ./kernels
+	@$(UV) pip install --quiet --reinstall-package fedvit-kernels -c constraints.txt ./kernels
 
 # the tests run against a real mosquitto
 mosquitto:
@@ -186,7 +186,7 @@ arm: install mosquitto build/arm/.made build/arm/kernels/.made
 # instructions of training steps there, and on an x86-64 processor with AVX2, beside torch's, a table; CASES="fedavg-vitt"
 # for some of the cases
 arm-torch: install build/arm/.made build/arm/kernels/.made build/arm/torch/.made $(if $(filter x86_64,$(shell uname -m)),compiler)
-	@[ "$$(uname -m)" != x86_64 ] || $(BIN)/uv pip install --quiet --reinstall --target build/arm/kernels-x86 ./kernels
+	@[ "$$(uname -m)" != x86_64 ] || $(BIN)/uv pip install --quiet --no-deps --reinstall --target build/arm/kernels-x86 ./kernels
 	@$(BIN)/python -m tests.arm.compare_steps $(CASES)
 
 # the newest torch for aarch64 that has no CUDA and runs on a Cortex-A72: the wheel of 2.10 uses newer instructions

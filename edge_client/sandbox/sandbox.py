@@ -52,7 +52,7 @@ from fedvit.data.folder import Files, Split
 from fedvit.engine import CPU
 from fedvit.errors import BadPayload, DataError, DeviceTrouble, FedvitError
 from fedvit.program import LABELS, Program
-from fedvit.tensors import Array
+from fedvit.tensors import Array, release_pages
 from profiles.probes.host import resident_bytes
 
 log = logging.getLogger(__name__)
@@ -177,6 +177,7 @@ class Sandbox:
         self, program: Program, start: Mapping[str, Array], images: Split, seeds: Seeds, lr_scale: float, watch: Watch
     ) -> Trained:
         """Run all training phases. Raises Stopped, BadPayload, DataError, DeviceTrouble."""
+        release_pages(start.values())  # this process read them to check them: they would count twice
         request = TrainRequest(program, self._graphs, dict(start), images, seeds, lr_scale, self._cuts)
         result = make_shared(count_bytes(list_forms(program, count_most_rows(program, len(images)))))
         try:
@@ -191,6 +192,7 @@ class Sandbox:
 
     def evaluate(self, test: ModelTest, watch: Watch) -> Evaluated:
         """Count right answers. Raises Stopped, BadPayload, DataError, DeviceTrouble."""
+        release_pages(test.values.values())
         result = make_shared(0)
         try:
             done = self._work(EvaluateRequest(self._graphs, test), list_test_files(test), result, watch)
@@ -205,6 +207,7 @@ class Sandbox:
 
         Raises Stopped, BadPayload, DataError, DeviceTrouble.
         """
+        release_pages(test.values.values())
         result = make_shared(count_bundle_bytes(test.program, challenge.graph))
         try:
             done = self._work(CompareRequest(self._graphs, test, challenge), list_test_files(test), result, watch)

@@ -1,6 +1,7 @@
 """Graphs in a confined process: the same results as in this one, and an end to those that do not end."""
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -59,6 +60,33 @@ def test_results_are_those_of_the_same_process_bit_for_bit(
     values = {**setting.start(), **want.tensors}
     counted = setting.runtime().evaluate(ModelTest(setting.program, values, data, SEEDS), SILENT)
     assert sandbox.evaluate(ModelTest(setting.program, values, data, SEEDS), SILENT) == counted
+
+
+def count_mapped_bytes(file: Path) -> int:
+    """Count the resident pages of a file that this process maps."""
+    parts = Path("/proc/self/smaps").read_text().split(str(file))
+    return sum(1024 * int(re.findall(r"Rss: +(\d+) kB", part)[0]) for part in parts[1:])
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_tensors_are_resident_in_the_process_that_computes_alone(
+    kind: str, fedavg: Setting, data: DeviceData, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """The device has read all of them before, as it does to check them."""
+    open_graphs(sandbox, fedavg)
+    file = tmp_path / "tensors"
+    file.write_bytes(pack(fedavg.start()))
+    values = map_tensors(file)
+    assert sum(value.sum() for value in values.values())
+    assert count_mapped_bytes(file) >= 4096
+    resident = []
+    watch = Watch(lambda *_: None, lambda: bool(resident.append(count_mapped_bytes(file))))
+    if kind == "train":
+        sandbox.train(fedavg.program, values, data.train, SEEDS, 1.0, watch)
+    else:
+        sandbox.evaluate(ModelTest(fedavg.program, values, data, SEEDS), watch)
+    assert resident
+    assert set(resident) == {0}
 
 
 def test_comparison_is_that_of_the_same_process(

@@ -131,3 +131,4 @@ class DeviceProfile(Struct, frozen=True, kw_only=True):
     free_disk_bytes: Amount | None = None  # where its state is
     speed: Speed | None = None
     budget: Budget = Budget()
+    feature_bytes: Amount | None = None  # on its disk, for features of layers that are not trained; None: keeps none

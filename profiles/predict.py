@@ -45,6 +45,9 @@ def predict(
     parts = seconds(cost.step_work, speed) if speed else {}
     step_s = sum(parts.values()) * factors.get("time", 1.0) if speed else None
     train_s = None if step_s is None else cost.steps * step_s
+    later_train_s = None
+    if speed and cost.later_step_work:
+        later_train_s = cost.steps * sum(seconds(cost.later_step_work, speed).values()) * factors.get("time", 1.0)
     evaluate_s = None
     if speed:
         evaluate_s = -(-cost.test_images // cost.answer_size) * sum(seconds(cost.answer_work, speed).values())
@@ -69,6 +72,7 @@ def predict(
         power_w=loaded_w,
         over=_over(cost, train_s, peak, limits),
         load_per_core=speed.load_per_core if speed else None,
+        later_train_s=later_train_s,
     )
 
 

@@ -76,11 +76,14 @@ class ProgramCost(Struct, frozen=True, kw_only=True):
     steps: int  # of a round
     images: int  # that the device trains with
     test_images: int
-    flops_round: int  # of a round's training
+    flops_round: int  # of a round's training; of the first one, where features are kept
     bytes_once: int  # graphs, Program and first values: fetched once; and what the first round's tensors take more
     bytes_down: int  # tensors that the server sends each round, to a device that has those of the round before
     bytes_up: int  # the result of a round; of what is collected, as much as from equally large classes
     memory: list[MemoryPhase]  # beside the software itself, which is the device's
+    # of later rounds, where features are kept; None: they cost the same
+    later_step_work: GraphWork | None = None
+    later_flops_round: int | None = None
 
     @property
     def flops_step(self) -> int:
@@ -103,6 +106,12 @@ class Prediction(Struct, frozen=True, kw_only=True):
     power_w: float | None
     over: tuple[BudgetKind, ...]  # exceeded budgets; empty: it fits
     load_per_core: float | None = None  # of other processes while the device's speed was measured
+    later_train_s: float | None = None  # training of a later round, where features are kept; None: the same
+
+    @property
+    def usual_train_s(self) -> float | None:
+        """Training of a round after the first."""
+        return self.train_s if self.later_train_s is None else self.later_train_s
 
 
 class Expected(Struct, frozen=True, kw_only=True):
@@ -115,3 +124,9 @@ class Expected(Struct, frozen=True, kw_only=True):
     budget: Budget = Budget()
     changes: dict[str, Any] = {}  # options that were changed for the device's budget
     quality: float = field(default=1.0, name="kept")  # estimated share of the accuracy that these leave
+    later_flops: int | None = None  # of a later round's training, where features are kept; None: the same
+
+    @property
+    def usual_flops(self) -> int:
+        """FLOPs of a round's training after the first."""
+        return self.flops if self.later_flops is None else self.later_flops

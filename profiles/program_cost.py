@@ -1,8 +1,8 @@
 """The cost of a Program that does not depend on the device: FLOPs, bytes in each direction, memory."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Self
@@ -15,11 +15,15 @@ from fedvit.resources import IMAGE_CACHE_BYTES
 from fedvit.tensors import compute_packed_bytes
 from fedvit.updates import NONE, list_coded_forms, make_codec
 from profiles.cost import GraphCost, flop_shares
+from profiles.kept_features import PricedCut
 from profiles.prediction import FlopShare, GraphWork, MemoryPhase, ProductWork, ProgramCost
 
 ARENA_SLACK = 1.4
 """Ratio of onnxruntime's memory for activations to the live activations: pieces of different sizes leave gaps,
 and kernels have their own buffers. 1.2 to 1.6 over the cases of `python -m bench profile`."""
+
+GraphRuns = tuple[GraphCost, float]
+"""A graph, and how often it runs."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,26 @@ class PricedProgram:
     program: Program
     options: Mapping[str, Any]  # of the method
     graphs: Mapping[str, GraphCost]  # of every graph of the Program
+    cuts: Mapping[str, PricedCut] = field(default_factory=dict)  # by the name of a graph of the training
     own_kernels: bool = False  # the device has the optional kernels
 
-    def cost(self, *, images: int, test_images: int, cache_bytes: int = IMAGE_CACHE_BYTES) -> ProgramCost:
+    def cost(
+        self,
+        *,
+        images: int,
+        test_images: int,
+        cache_bytes: int = IMAGE_CACHE_BYTES,
+        feature_bytes: int | None = None,
+    ) -> ProgramCost:
         """Return the cost for a device with these numbers of images, spread evenly over its classes.
 
-        Decoded images may take `cache_bytes`.
+        Decoded images may take `cache_bytes`, and features of layers that are not trained `feature_bytes`; None: it
+        keeps none.
         """
-        program, graphs = self.program, self.graphs
+        program = self.program
+        kept = {} if feature_bytes is None else self._find_kept(images, feature_bytes)
+        runs = self._list_runs(images, kept, is_first_round=True)
+        later = self._list_runs(images, kept, is_first_round=False) if kept else None
         collected = {
             phase.collect: _count_collected(phase.collect, phase.epochs, images)
             for phase in program.train
@@ -49,21 +65,65 @@ class PricedProgram:
         )
         return msgspec.structs.replace(
             self._without_images,
-            step_work=_sum_step_work(program, self._running, images),
+            step_work=self._sum_step_work(runs, images),
+            later_step_work=later and self._sum_step_work(later, images),
             steps=sum(program.steps_of(phase, images) for phase in program.train),
             images=images,
             test_images=test_images,
-            flops_round=sum(
-                _count_runs_of_round(program, phase, images) * graphs[phase.graph].flops for phase in program.train
-            ),
+            flops_round=_sum_flops(runs),
+            later_flops_round=later and _sum_flops(later),
             bytes_up=_upload_bytes(program, collected) if collected else self._without_images.bytes_up,
             memory=_add_images(self._without_images.memory, collected, kept_bytes, kept_test_bytes),
         )
 
+    def _find_kept(self, images: int, feature_bytes: int) -> dict[str, PricedCut]:
+        """Find the cuts of graphs, by name, whose features a device with room for them keeps."""
+        return {
+            phase.graph: cut
+            for phase in self.program.train
+            if (cut := self.cuts.get(phase.graph))
+            and cut.part.is_worth_keeping(phase)
+            and cut.has_room(images, feature_bytes)
+        }
+
+    def _list_runs(self, images: int, kept: Mapping[str, PricedCut], *, is_first_round: bool) -> list[GraphRuns]:
+        """List the graphs of a round's training, and how often each runs."""
+        listed: list[GraphRuns] = []
+        for phase in self.program.train:
+            runs = _count_runs_of_round(self.program, phase, images)
+            if cut := kept.get(phase.graph):
+                batches = -(-images // self.program.batch.batch_size)
+                passes = max(1.0, self.program.steps_of(phase, images) / batches)
+                features = cut.count_feature_runs(runs, passes, is_first_round=is_first_round)
+                listed += ((cut.rest, runs), (cut.features, features))
+            else:
+                listed.append((self.graphs[phase.graph], runs))
+        return listed
+
+    def _sum_step_work(self, runs: Sequence[GraphRuns], images: int) -> GraphWork:
+        """Sum the work of one optimizer step, averaged over the steps of all phases."""
+        program = self.program
+        steps = {phase: program.steps_of(phase, images) for phase in program.train}
+        total = max(1, sum(steps.values()))
+        work = _sum_work(*((self._run(graph).work, count / total) for graph, count in runs))
+        for phase, count in steps.items():
+            if phase.update:
+                numbers = _moved_bytes(program, phase) // 4
+                updating = self._running[phase.update].nodes
+                pieces = -(-numbers // PIECE_ELEMENTS)
+                moved_bytes = 4 * numbers * sum(node.vectors for node in updating)
+                updated = work.moved_bytes | {"Add": work.moved_bytes.get("Add", 0.0) + moved_bytes * count / total}
+                nodes = work.nodes + pieces * len(updating) * count / total
+                work = GraphWork(products=work.products, moved_bytes=updated, nodes=nodes)
+        return work
+
+    def _run(self, cost: GraphCost) -> GraphCost:
+        """Return the cost of a graph as the device runs it."""
+        return (self.own_kernels and cost.with_kernels) or cost
+
     @cached_property
     def _running(self) -> Mapping[str, GraphCost]:
-        """The graphs as the device runs them."""
-        return {name: (self.own_kernels and cost.with_kernels) or cost for name, cost in self.graphs.items()}
+        return {name: self._run(cost) for name, cost in self.graphs.items()}
 
     @cached_property
     def with_kernels(self) -> Self:
@@ -131,25 +191,8 @@ def _count_runs(program: Program, phase: Train) -> int:
     return -(-program.batch.batch_size // program.batch.run_size) if phase.update else 1
 
 
-def _sum_step_work(program: Program, graphs: Mapping[str, GraphCost], images: int) -> GraphWork:
-    """Sum the work of one optimizer step, averaged over the steps of all phases."""
-    steps = {phase: program.steps_of(phase, images) for phase in program.train}
-    total = max(1, sum(steps.values()))
-    parts = [(graphs[phase.graph].work, _count_runs_of_round(program, phase, images) / total) for phase in steps]
-    work = _sum_work(*parts)
-    for phase, count in steps.items():
-        if phase.update:
-            numbers = _moved_bytes(program, phase) // 4
-            updating = graphs[phase.update].nodes
-            pieces = -(-numbers // PIECE_ELEMENTS)
-            vectors = sum(node.vectors for node in updating)
-            updated = work.moved_bytes | {
-                "Add": work.moved_bytes.get("Add", 0.0) + 4 * numbers * vectors * count / total
-            }
-            work = GraphWork(
-                products=work.products, moved_bytes=updated, nodes=work.nodes + pieces * len(updating) * count / total
-            )
-    return work
+def _sum_flops(runs: Sequence[GraphRuns]) -> int:
+    return round(sum(count * graph.flops for graph, count in runs))
 
 
 PIECE_ELEMENTS = 1 << 17

@@ -43,6 +43,7 @@ class DeviceProfiles:
             images=hello.train_samples,
             test_images=hello.test_samples,
             base_rss_bytes=profile.base_rss_bytes,
+            feature_bytes=profile.feature_bytes,
             corrections=tuple(sorted(self._corrections.get(device, {}).items())),
         )
 

@@ -165,12 +165,23 @@ def build_agent(
     )
     if policy.train.memory is not None:
         check_memory_budget(policy.train.memory, sandbox)
+    disk_budget_bytes = policy.train.disk or default_disk_budget(state)
+    features = None
+    if policy.train.keep_features:
+        key = vault.round_files.key
+        features = FeatureFolder(state / FEATURES, key.features_key if key else None)
+    storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes, features=features)
     identity = DeviceIdentity(
         device=device,
         federation=endpoint.federation,
         software=version("fedvit"),
         profile=device_profile(
-            settings.threads, state, speed=speed, budget=policy.budget, base_rss_bytes=sandbox.memory.resident_bytes()
+            settings.threads,
+            state,
+            speed=speed,
+            budget=policy.budget,
+            base_rss_bytes=sandbox.memory.resident_bytes(),
+            feature_bytes=find_feature_bytes(storage, state),
         ),
         labels=settings.labels,
         denies=policy.denials(certified=endpoint.identity is not None),
@@ -178,12 +189,6 @@ def build_agent(
         publisher=policy.train.publisher,
         models=MODELS_VERSION if policy.models.from_coordinator else 0,
     )
-    disk_budget_bytes = policy.train.disk or default_disk_budget(state)
-    features = None
-    if policy.train.keep_features:
-        key = vault.round_files.key
-        features = FeatureFolder(state / FEATURES, key.features_key if key else None)
-    storage = DeviceStorage(vault, blobs, images, disk_budget_bytes=disk_budget_bytes, features=features)
     client_id = f"{device}-{secrets.token_hex(4)}"
     link = DeviceLink(
         identity,
@@ -238,6 +243,14 @@ def speed_at_start(state: Path, threads: int, *, measure: bool) -> Speed | None:
     else:
         log.info("compute speed is not known: --profile or 'edge-client profile' measures it")
     return stored.speed if stored else None
+
+
+def find_feature_bytes(storage: DeviceStorage, state: Path) -> int | None:
+    """Return the space for features of frozen layers; None if the owner forbids them."""
+    if storage.features is None:
+        return None
+    room_bytes = storage.disk.find_feature_room()
+    return free_disk_bytes(state) if room_bytes is None else room_bytes
 
 
 def default_disk_budget(state: Path) -> int | None:

@@ -1,6 +1,6 @@
 """Features of layers that a phase does not train: made once for each view of an image, and kept in a file.
 
-`edge_client.work.cutting` says for which phases.
+`fedvit.frozen_part` says for which phases.
 """
 
 import hashlib
@@ -21,11 +21,9 @@ from edge_client.work.steps import Answer, Graph
 from fedvit.data.folder import Split
 from fedvit.data.images import DECODING, Flags, Indices, augment, draw_views, find_views, normalise, unfold
 from fedvit.files import name_failure
+from fedvit.frozen_part import SAMPLES
 from fedvit.program import SEEDS, Program, Train
 from fedvit.tensors import Array
-
-SAMPLES = "batch/patches"
-"""The input of a graph that a cut is made behind."""
 
 
 @dataclass(frozen=True)

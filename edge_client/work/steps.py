@@ -13,6 +13,7 @@ import numpy as np
 from edge_client.work.memory import Buffer, find_memory
 from edge_client.work.packed_slots import BLOCK, PackedSlot
 from fedvit.errors import BadPayload
+from fedvit.frozen_part import FEATURE
 from fedvit.program import Program, Train
 from fedvit.tensors import Array, Tensors, release_pages
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:  # imported when the first graph is loaded
 PIECE_ELEMENTS = 1 << 17
 """Elements that one run of an update processes: with slots and temporaries they fit into a core's cache."""
 ALIGNED_ELEMENTS = 16
-FEATURE = "batch/feature"
-"""Start of the names of inputs that a cut graph reads in place of images (`edge_client.work.frozen_features`)."""
 
 Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Runs a graph that holds its tensors: from the other inputs to all outputs."""

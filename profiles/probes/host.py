@@ -251,6 +251,7 @@ def device_profile(
     speed: Speed | None = None,
     budget: Budget | None = None,
     base_rss_bytes: int | None = None,
+    feature_bytes: int | None = None,
 ) -> DeviceProfile:
     """The profile for the device's hello; to be called when the process is ready, before any task."""
     return DeviceProfile(
@@ -264,4 +265,5 @@ def device_profile(
         free_disk_bytes=free_disk_bytes(state) if state else None,
         speed=speed,
         budget=budget or Budget(),
+        feature_bytes=feature_bytes,
     )

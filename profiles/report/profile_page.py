@@ -273,6 +273,7 @@ _PREDICTION_COLUMNS = (
         {
             "step_s": "step",
             "train_s": "training",
+            "later_train_s": "later round",
             "evaluate_s": "testing",
             "bound": "bound by",
             "peak_rss_bytes": "peak memory",

@@ -141,6 +141,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "hello-8": replace(HELLO, denies=("updates", "class_counts"), least_mask=0.5),
     "hello-9": replace(HELLO, denies=("methods",), publisher="ed25519:" + 43 * "A"),
     "hello-10": replace(HELLO, models=1),
+    "hello-12": replace(HELLO, profile=replace(PI, feature_bytes=2**32)),
     "hello-11": replace(HELLO, profile=replace(PI, speed=replace(LOADED, kernels=True))),
     "progress": PROGRESS,
     "progress-2": replace(PROGRESS, task=TASK_ID),

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs import CONFIG, Stage, wait_for
 
 ROUNDS = 5
@@ -24,6 +26,15 @@ def list_flops(stage: Stage, device: str) -> list[int]:
         f"select json_extract(use, '$.flops') from results where kind = 'train' and device = '{device}' order by round"
     )
     return [flops for (flops,) in rows]
+
+
+def read_expected_flops(stage: Stage, device: str) -> tuple[int, int | None]:
+    """Return the predicted FLOPs of a device's first round, and of later ones if they differ."""
+    [row] = stage.query(
+        "select distinct json_extract(content, '$.flops'), json_extract(content, '$.later_flops') from tasks"
+        f" join expectations on tasks.expected = expectations.id where device = '{device}'"
+    )
+    return row
 
 
 def test_features_are_kept_encrypted_survive_a_kill_and_damage_and_can_be_forbidden(stage: Stage) -> None:
@@ -49,3 +60,8 @@ def test_features_are_kept_encrypted_survive_a_kill_and_damage_and_can_be_forbid
     assert len(set(made)) == 1
     assert max(kept[1:]) < 0.3 * kept[0], "one damaged image of many"
     assert 0 < min(kept) < 0.01 * kept[0]
+    assert read_expected_flops(stage, "device-1") == (made[0], None)
+    first, later = read_expected_flops(stage, "device-0")
+    assert first == pytest.approx(kept[0], rel=0.03)
+    assert later is not None
+    assert 0 < later < 0.01 * first

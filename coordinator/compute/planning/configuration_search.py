@@ -63,6 +63,7 @@ def make_expected(candidate: Candidate, cost: ProgramCost, budget: Budget) -> Ex
         budget=budget,
         changes=candidate.changes,
         quality=candidate.quality,
+        later_flops=cost.later_flops_round,
     )
 
 
@@ -277,7 +278,8 @@ class ConfigurationSearch:
                 self.priced[alike] = self.price(alike)
             of_alike = self.priced[alike]
             program = msgspec.structs.replace(of_alike.program, train=self.phases_of(method))
-            self.priced[method] = PricedProgram(program, msgspec.to_builtins(method), of_alike.graphs)
+            options = msgspec.to_builtins(method)
+            self.priced[method] = PricedProgram(program, options, of_alike.graphs, of_alike.cuts)
         return self.priced[method]
 
 
@@ -288,6 +290,7 @@ def cost_on(planned: PlannedDevice, priced: PricedProgram) -> ProgramCost:
         images=planned.images,
         test_images=planned.test_images,
         cache_bytes=image_cache_bytes(planned.budget.memory_bytes if planned.budget_is_own else None),
+        feature_bytes=planned.feature_bytes,
     )
 
 

@@ -49,6 +49,7 @@ _COLUMNS = (
     Column("memory", "memory", lambda row: format_bytes(row[1].prediction.peak_rss_bytes)),
     Column("step", "step", lambda row: _format_time(row[1].prediction.step_s)),
     Column("round", "round", lambda row: _format_time(row[1].prediction.train_s)),
+    Column("later", "later round", lambda row: _format_time(row[1].prediction.usual_train_s)),
     Column(
         "over", "over budget", lambda row: ", ".join(BUDGETS[kind] for kind in row[1].prediction.over), is_long=True
     ),

@@ -18,4 +18,5 @@ class PlannedDevice(NamedTuple):
     base_rss_bytes: int | None = None
     power_w: tuple[float, float] | None = None
     corrections: tuple[tuple[BudgetKind, float], ...] = ()  # factors by which predictions were too low before
+    feature_bytes: int | None = None  # on its disk, for features of frozen layers; None: it keeps none
     budget_is_own: bool = True  # the device knows the memory budget, and limits its cache of decoded images

@@ -54,6 +54,7 @@ from fedvit.resources import Budget
 from fedvit.tensors import Tensors, pack, unpack
 from fedvit.updates import NONE
 from profiles.cost import GraphCost, graph_cost
+from profiles.kept_features import price_cuts
 from profiles.prediction import Expected
 from profiles.program_cost import PricedProgram
 
@@ -207,10 +208,11 @@ class Plan:
         return export_graphs(method, self.vit, self.batch_of(method), cache=self.cache, progress=self.progress)
 
     def _make(self, method: Method) -> Variant:
-        batch, exported = self.batch_of(method), self.export(method)
-        costs = {name: self._cost_of_graph(graph.content) for name, graph in exported.items()}
+        batch = self.batch_of(method)
+        contents = {name: graph.content for name, graph in self.export(method).items()}
         graphs = {
-            name: GraphSpec(self.blobs.put(graph.content).digest, costs[name].flops) for name, graph in exported.items()
+            name: GraphSpec(self.blobs.put(content).digest, self._cost_of_graph(content).flops)
+            for name, content in contents.items()
         }
         program = self._program(method, batch, graphs, lambda members: self.blobs.put(pack(members)).digest)
         raw = encode_program(program)
@@ -218,7 +220,7 @@ class Plan:
             decode_program(raw)
         except BadPayload as error:
             raise ConfigError("FV1116", f"devices would refuse the Program of the method's options: {error}") from error
-        priced = PricedProgram(program, msgspec.to_builtins(method), costs)
+        priced = self._price(method, program, contents)
         return Variant(self.blobs.put(raw).digest, priced, method)
 
     def _cost_of_graph(self, content: bytes) -> GraphCost:
@@ -231,10 +233,14 @@ class Plan:
         """The Program of a method without its blobs, and its graphs' cost; takes seconds if they are not cached."""
         batch = self.batch_of(method)
         contents = export_unverified(method, self.vit, batch, cache=self.cache or default_cache())
-        costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
-        graphs = {name: GraphSpec(_NO_DIGEST, cost.flops) for name, cost in costs.items()}
+        graphs = {name: GraphSpec(_NO_DIGEST, self._cost_of_graph(content).flops) for name, content in contents.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
-        return PricedProgram(program, msgspec.to_builtins(method), costs)
+        return self._price(method, program, contents)
+
+    def _price(self, method: Method, program: Program, contents: Mapping[str, bytes]) -> PricedProgram:
+        costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
+        cuts = price_cuts(program, contents, self._cost_of_graph)
+        return PricedProgram(program, msgspec.to_builtins(method), costs, cuts)
 
     def describe(self, method: Method) -> Program:
         """Return the Program of a method without blobs, for engines that need no graph; nothing is exported."""

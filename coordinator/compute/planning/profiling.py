@@ -36,6 +36,8 @@ from profiles.report.document import ProfiledDevice, ProfileDocument, ProfiledVa
 
 SPLIT_OPTION = "local_blocks"
 MASK_OPTION = "mask"
+BOARD_FEATURE_BYTES = 4 << 30
+"""Room for features of frozen layers on a board of the catalogue: a quarter of a card of 16 GB."""
 
 
 def make_document(
@@ -96,7 +98,7 @@ def _price(
     named = ", ".join(f"{name} = {value}" for name, value in options.items())
     progress(f"pricing {named or request.config.method}")
     priced = plan.priced(method)
-    cost = priced.cost(images=request.images, test_images=request.test_images)
+    cost = priced.cost(images=request.images, test_images=request.test_images, feature_bytes=BOARD_FEATURE_BYTES)
     return msgspec.structs.replace(cost, flops=[_mark(entry, priced.program) for entry in cost.flops])
 
 
@@ -194,6 +196,7 @@ def _list_targets(request: PredictionRequest) -> Iterator[PlannedDevice]:
             images=request.images,
             test_images=request.test_images,
             power_w=board.power_w(mode),
+            feature_bytes=BOARD_FEATURE_BYTES,
         )
 
 

@@ -188,7 +188,7 @@ _PLAN_COLUMNS = [
     Column("devices", "devices", lambda plan: len(plan.tasks)),
     Column("memory_bytes", "memory budget", lambda plan: plan.budget.memory_bytes or "none"),
     *_compare_figure("peak_rss_bytes", "memory", lambda expected: expected.prediction.peak_rss_bytes),
-    *_compare_figure("train_s", "training", lambda expected: expected.prediction.train_s),
+    *_compare_figure("train_s", "training", lambda expected: expected.prediction.usual_train_s),
     *_compare_figure("bytes_up", "upload", lambda expected: expected.bytes_up, "upload_bytes"),
 ]
 _AWAITED_COLUMNS = [
@@ -259,6 +259,7 @@ def _board_sheet(boards: Iterable[BoardForecast]) -> Sheet:
             Column("memory_bytes", "budget", lambda board: board.budget.memory_bytes or "none"),
             read_prediction("step_s", "step"),
             read_prediction("train_s", "training of a round"),
+            read_prediction("usual_train_s", "of a later round"),
             read_plan("flops", "work of a round"),
             read_plan("bytes_down", "down"),
             read_plan("bytes_up", "up"),

@@ -89,12 +89,12 @@ class DeviceReport(Struct, frozen=True, kw_only=True):
         measured = [entry.measured for entry in self.rounds if entry.measured]
         pairs: list[tuple[str, str, list[float | None], list[float | None]]] = [
             ("step", "s", [e.prediction.step_s for e in expected], [m.step_s for m in measured]),
-            ("training of a round", "s", [e.prediction.train_s for e in expected], [m.train_s for m in measured]),
+            ("training of a round", "s", [e.prediction.usual_train_s for e in expected], [m.train_s for m in measured]),
             (
                 "peak memory", "bytes",
                 [e.prediction.peak_rss_bytes for e in expected], [m.peak_rss_bytes for m in measured],
             ),
-            ("FLOPs of a round", "FLOP", [e.flops for e in expected], [m.flops for m in measured]),
+            ("FLOPs of a round", "FLOP", [e.usual_flops for e in expected], [m.flops for m in measured]),
             ("sent down", "bytes", [e.bytes_down for e in expected], [m.fetched_bytes for m in measured]),
             ("sent up", "bytes", [e.bytes_up for e in expected], [m.upload_bytes for m in measured]),
             ("energy of a round", "J", [e.prediction.energy_j for e in expected], [m.energy_j for m in measured]),

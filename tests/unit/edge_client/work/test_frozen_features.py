@@ -18,6 +18,9 @@ from edge_client.work import frozen_features
 from edge_client.work.runtime import GraphRunner, Runtime, Seeds, Trained
 from fedvit.data.folder import DeviceData, Split
 from fedvit.data.images import DECODING
+from profiles.cost import graph_cost
+from profiles.kept_features import price_cuts
+from profiles.program_cost import PricedProgram
 from tests.support.agents import SILENT, assert_same_bits
 from tests.support.features import cut_all
 from tests.support.settings import Setting
@@ -110,6 +113,27 @@ def test_a_later_round_does_the_frozen_layers_no_more(
     assert_same_bits(again.tensors, first.tensors)
     assert again.samples == len(own.train)
     assert again.flops < 0.02 * whole.flops
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flops_with_features_are_known_beforehand(
+    name: str, settings: Mapping[str, Setting], data: DeviceData, folder: FeatureFolder
+) -> None:
+    """Those of the first round and of a later one. A device counts by shares of the work, in which norms have some."""
+    setting = settings[name]
+    contents = {graph: setting.blobs.get(spec.digest) for graph, spec in setting.program.graphs.items()}
+    costs = {graph: graph_cost(content) for graph, content in contents.items()}
+    priced = PricedProgram(setting.program, {}, costs, price_cuts(setting.program, contents, graph_cost))
+    cost = priced.cost(images=len(data.train), test_images=0, feature_bytes=10**9)
+    first = train(setting, data.train, folder)
+    changed = {name: value + 1e-3 for name, value in setting.start().items()} if name == "fedrep" else setting.start()
+    later = train(setting, data.train, folder, start=changed)
+    assert cost.flops_round == pytest.approx(first.flops, rel=0.03)
+    assert cost.later_flops_round
+    whole_flops = priced.cost(images=len(data.train), test_images=0).flops_round
+    assert cost.flops_round < 0.8 * whole_flops
+    assert cost.later_flops_round == pytest.approx(later.flops, rel=0.03, abs=0.01 * whole_flops)
+    assert priced.cost(images=len(data.train), test_images=0, feature_bytes=100).later_flops_round is None
 
 
 def test_features_do_not_depend_on_the_batch(settings: Mapping[str, Setting], own: DeviceData, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ MAX_GRAPH_BYTES = 2 << 20
 0.5 MB and 5,500 nodes; a node takes about 70 us."""
 MAX_NODES = 12_000
 MAX_PARTS = 10 * MAX_NODES
-MAX_SUMMANDS = 20
 MAX_DRAWS = 1 << 20
 """Random numbers that a phase may draw; methods draw as many as a model has blocks."""
 MIN_IMAGES = 2
@@ -261,15 +260,19 @@ def _check_names(model: Model, phase: Train, trained: list[str]) -> None:
     if not phase.update:
         return
     makers = {output: node for node in model.nodes for output in node.outputs}
+    seen = set[str]()
     for name in trained:
-        if not _is_summand(f"grad/{name}", f"new/grad/{name}", makers):
+        if not _is_summand(f"grad/{name}", f"new/grad/{name}", makers, seen):
             raise refuse(f"output 'new/grad/{name[:60]}' is not added to the gradient of the samples before")
 
 
-def _is_summand(name: str, total: str, makers: Mapping[str, Node]) -> bool:
-    """Return whether a value is one of the summands of another; of long sums only the first are looked at."""
-    waiting, seen = [total], set[str]()
-    while waiting and len(seen) < MAX_SUMMANDS:
+def _is_summand(name: str, total: str, makers: Mapping[str, Node], seen: set[str]) -> bool:
+    """Return whether a value is one of the summands of another.
+
+    Parts that other sums have, which are in `seen`, are not looked at again: the time grows with the graph alone.
+    """
+    waiting = [total]
+    while waiting:
         one = waiting.pop()
         if one == name:
             return True

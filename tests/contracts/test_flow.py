@@ -58,6 +58,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformer of text": (TEXT, {"context": 5, "width": 16, "depth": 2, "heads": 2}),
     "LSTM": (LSTM, {"context": 4, "width": 8, "depth": 2, "embedding": 4}),
+    "LSTM of a longer text": (LSTM, {"context": 40, "width": 8, "depth": 1, "embedding": 4}),
     "plain convolutional network": (CNN, {"image_size": 16, "width": 2}),
     "residual network": (RESNET, {"image_size": 8, "width": 8, "stages": 2, "groups": 2}),
     "residual network with pooling": ("resnet18", {"image_size": 32, "stem": "7x7", "groups": 8}),

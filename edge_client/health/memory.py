@@ -30,17 +30,19 @@ class SharedMemory(OwnMemory):
     def __init__(self) -> None:
         self._process: psutil.Process | None = None
         self._counted_twice_bytes = 0
+        self._mark_bytes = self._peak_bytes = 0
 
     def add(self, pid: int) -> None:
         """Count a process that has loaded its engine, and waits for its first work."""
         with suppress(psutil.Error):
-            self._process = psutil.Process(pid)
+            self._process, self._mark_bytes = psutil.Process(pid), 0
             full = self._process.memory_full_info()
             self._counted_twice_bytes = max(0, full.rss - full.uss - LOADED_BYTES)
 
     def remove(self) -> None:
         """Count this process alone."""
         self._process, self._counted_twice_bytes = None, 0
+        self._mark_bytes = self._peak_bytes = 0
 
     def resident_bytes(self) -> int:
         total = resident_bytes()
@@ -54,7 +56,10 @@ class SharedMemory(OwnMemory):
             return super().peak_bytes()
         with suppress(OSError):
             if mark := parse_vm_hwm(Path(f"/proc/{process.pid}/status").read_text()):
-                return resident_bytes() + max(0, mark - self._counted_twice_bytes)
+                if mark > self._mark_bytes:  # this process needs most when the other one has ended its work
+                    both_bytes = resident_bytes() + max(0, mark - self._counted_twice_bytes)
+                    self._mark_bytes, self._peak_bytes = mark, max(self._peak_bytes, both_bytes)
+                return self._peak_bytes
         return None
 
     def forget_peak(self) -> bool:
@@ -62,5 +67,6 @@ class SharedMemory(OwnMemory):
             return super().forget_peak()
         with suppress(OSError):
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            self._mark_bytes = self._peak_bytes = 0
             return True
         return False

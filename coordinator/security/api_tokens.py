@@ -121,7 +121,7 @@ class ApiTokens:
         """Return who a token belongs to; None if it is unknown or has expired. The time taken does not depend on it."""
         digest, found = _digest(text), None
         for token in self.list_all():
-            if hmac.compare_digest(token.digest, digest):
+            if hmac.compare_digest(token.digest.encode(), digest.encode()):
                 found = token
         return ApiUser(found.name, found.role, found.digest) if found and not found.is_expired() else None
 

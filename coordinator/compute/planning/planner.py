@@ -220,7 +220,7 @@ class Plan:
             decode_program(raw)
         except BadPayload as error:
             raise ConfigError("FV1116", f"devices would refuse the Program of the method's options: {error}") from error
-        priced = self._price(method, program, contents)
+        priced = _price(method, program, contents, self._cost_of_graph)
         return Variant(self.blobs.put(raw).digest, priced, method)
 
     def _cost_of_graph(self, content: bytes) -> GraphCost:
@@ -235,12 +235,7 @@ class Plan:
         contents = export_unverified(method, self.vit, batch, cache=self.cache or default_cache())
         graphs = {name: GraphSpec(_NO_DIGEST, self._cost_of_graph(content).flops) for name, content in contents.items()}
         program = self._program(method, batch, graphs, lambda members: _NO_DIGEST)
-        return self._price(method, program, contents)
-
-    def _price(self, method: Method, program: Program, contents: Mapping[str, bytes]) -> PricedProgram:
-        costs = {name: self._cost_of_graph(content) for name, content in contents.items()}
-        cuts = price_cuts(program, contents, self._cost_of_graph)
-        return PricedProgram(program, msgspec.to_builtins(method), costs, cuts)
+        return _price(method, program, contents, self._cost_of_graph)
 
     def describe(self, method: Method) -> Program:
         """Return the Program of a method without blobs, for engines that need no graph; nothing is exported."""
@@ -323,6 +318,13 @@ class Plan:
                     pack(as_sent(method, self.vit, unpack(self.blobs.get(digest))))
                 ).digest
             return self.packed[key]
+
+
+def _price(
+    method: Method, program: Program, contents: Mapping[str, bytes], price: Callable[[bytes], GraphCost]
+) -> PricedProgram:
+    costs = {name: price(content) for name, content in contents.items()}
+    return PricedProgram(program, msgspec.to_builtins(method), costs, price_cuts(program, contents, price))
 
 
 def _plan_evaluation(method: Method, vit: PatchViT, config: RunConfig) -> Evaluate:

@@ -56,6 +56,11 @@ float largest_of(V value) {
   return value[0];
 }
 
+constexpr int32_t kInfinity = 0x7f800000;  // as bits; those of NaN are larger
+
+// The bits of magnitudes, which are in the order of the numbers.
+I magnitude_bits(V x) { return (I)x & 0x7fffffff; }
+
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 0 by 2^n 2^r, |r| <= 1/2, and the Taylor series of 2^r to the seventh term: within 2 last digits.
@@ -319,7 +324,7 @@ void attention_grad(const Heads& of, float scale, const float* qkv, const float*
 
 // Phi(x) + x phi(x), where Phi(-|x|) = phi(x) m(|x|) with Mills' ratio m. Inlined, so that loops load its numbers once.
 inline __attribute__((always_inline)) V gelu_slope(V x) {
-  const V zero = {}, size = x < zero ? -x : x;
+  const V zero = {}, size = (V)magnitude_bits(x);
   const V density = power_of_2(x * x * (-0.5f * kLog2E)) * 0.398942280f;
   const V t = 1.0f / (1.0f + size * kMillsScale);
   V ratio = all(kMills[0]);
@@ -414,8 +419,6 @@ constexpr float kRounding = 12582912.0f;  // 1.5 x 2^23
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
 
-V magnitude(V x) { return x < V{} ? -x : x; }
-
 void round_rows(const float* entered, const float* factors, float most_steps, int zero, uint8_t* rounded,
                 float* scales, size_t rows, size_t width) {
   const size_t whole = width / LANES * LANES;
@@ -424,28 +427,29 @@ void round_rows(const float* entered, const float* factors, float most_steps, in
     return factors ? load(entered + place) * load(factors + place) : load(entered + place);
   };
   for (size_t row = 0; row < rows; ++row, entered += width, rounded += width) {
-    V highest = {}, odd = {};  // odd: 0, or NaN if there is a number that is not finite
+    I highest = magnitude_bits(all(1e-30f));
+#pragma GCC unroll 4
     for (size_t place = 0; place < whole; place += LANES) {
-      const V here = numbers(place), size = magnitude(here);
+      const I size = magnitude_bits(numbers(place));
       highest = size > highest ? size : highest;
-      odd += here * 0.0f;
     }
-    float most = 1e-30f, not_finite = sum_of(odd);
-    if (largest_of(highest) > most) most = largest_of(highest);
     for (size_t place = whole; place < width; ++place) {
-      const float here = number(place), size = here < 0 ? -here : here;
-      if (size > most) most = size;
-      not_finite += here * 0.0f;
+      const I size = magnitude_bits(all(number(place)));
+      highest = size > highest ? size : highest;
     }
-    const float scale = most * (1 / most_steps), steps = 1 / scale;
-    scales[row] = scale + not_finite;
+    int32_t most = highest[0];
+    for (size_t lane = 1; lane < LANES; ++lane) most = highest[lane] > most ? highest[lane] : most;
+    const float scale = ((V)(most - I{}))[0] * (1 / most_steps), steps = 1 / scale;
+    scales[row] = most < kInfinity ? scale : __builtin_nanf("");
+    const float rounding = kRounding + zero;  // the last bits of a sum with it are a whole number above `zero`
+#pragma GCC unroll 4
     for (size_t place = 0; place < whole; place += LANES) {
-      const I bits = (I)(numbers(place) * steps + kRounding);
-      *reinterpret_cast<Bytes*>(rounded + place) = __builtin_convertvector(bits + zero, Bytes);
+      const I bits = (I)(numbers(place) * steps + rounding);
+      *reinterpret_cast<Bytes*>(rounded + place) = __builtin_convertvector(bits, Bytes);
     }
     for (size_t place = whole; place < width; ++place) {
-      const V one = all(number(place)) * steps + kRounding;
-      rounded[place] = uint8_t(((I)one)[0] + zero);
+      const V one = all(number(place)) * steps + rounding;
+      rounded[place] = uint8_t(((I)one)[0]);
     }
   }
 }
@@ -456,10 +460,12 @@ void scale_rows(const float* entered, const float* scales, const float* bias, fl
   for (size_t row = 0; row < rows; ++row, entered += width, result += width) {
     const float scale = scales[row];
     if (bias) {
+#pragma GCC unroll 4
       for (size_t place = 0; place < whole; place += LANES)
         store(result + place, load(entered + place) * scale + load(bias + place));
       for (size_t place = whole; place < width; ++place) result[place] = entered[place] * scale + bias[place];
     } else {
+#pragma GCC unroll 4
       for (size_t place = 0; place < whole; place += LANES) store(result + place, load(entered + place) * scale);
       for (size_t place = whole; place < width; ++place) result[place] = entered[place] * scale;
     }
@@ -477,6 +483,7 @@ void adamw(const AdamW& by, const float* value, const float* grad, const float* 
            float* next_value, float* next_mean, float* next_square, size_t count) {
   const AdamW with = by;  // a copy, which what is written cannot change
   const size_t whole = count / LANES * LANES;
+#pragma GCC unroll 4
   for (size_t place = 0; place < whole; place += LANES) {
     const V slope = load(grad + place);
     const V average = load(mean + place) * with.kept_mean + slope * with.new_mean;

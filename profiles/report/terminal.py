@@ -23,7 +23,7 @@ def profile_report(document: ProfileDocument, width: int) -> Group:
     variants = Sheet(document.variants, _VARIANT_COLUMNS)
     devices = Sheet(list_predictions(document), _DEVICE_COLUMNS, unknown="not known")
     parts += [Text(), variants.draw("variants", width, optional=("bytes_down", "bytes_up"))]
-    parts += [Text(), devices.draw("devices", width, optional=("energy_j",))]
+    parts += [Text(), devices.draw("devices", width, optional=("energy_j", "later_train_s"))]
     checked = [crosscheck_words(document.crosscheck)] if document.crosscheck else []
     warnings = [
         *document.warnings,
@@ -53,6 +53,7 @@ _DEVICE_COLUMNS = (
     Column("variant", "variant"),
     Column("step_s", "step", lambda row: row.prediction.step_s),
     Column("train_s", "round", lambda row: row.prediction.train_s),
+    Column("later_train_s", "later\nround", lambda row: row.prediction.usual_train_s),
     Column("energy_j", "energy\na round", lambda row: row.prediction.energy_j),
     Column("peak_rss_bytes", "memory", lambda row: row.prediction.peak_rss_bytes),
     Column("budget", "budget", _find_budgets, style=lambda row: "red" if row.prediction.over else "green"),

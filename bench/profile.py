@@ -65,7 +65,7 @@ def _profile(case: Case, home: Path, progress: Progress) -> Report:
         if reason:
             raise FedvitError("FV0001", f"{case.name}: {reason}")
         results = session.results
-        program, cost = _price(case, session, results)
+        program, cost = _price(case, session, results, own_kernels=speeds[0].kernels)
     speeds.append(measure_speed(describe_machine().cores))
     predictions = [predict(cost, speed, Target("this machine", "measured")) for speed in speeds]
     figures = _compare_case(case, program, cost, predictions, results)
@@ -89,13 +89,15 @@ def find_image_size(case: Case) -> int:
     return int(case.model_options.get("image_size", 224))
 
 
-def _price(case: Case, session: OneRound, results: dict[str, ResultRecord]) -> tuple[Program, ProgramCost]:
+def _price(
+    case: Case, session: OneRound, results: dict[str, ResultRecord], *, own_kernels: bool
+) -> tuple[Program, ProgramCost]:
     digest = session.store.runs.read(RUN).program
     blobs = BlobStore(session.home / "runs" / RUN / "blobs")
     assert digest is not None  # a run that finished has one
     program = decode_program(blobs.get(digest))
     graphs = {name: graph_cost(blobs.get(spec.digest)) for name, spec in program.graphs.items()}
-    cost = PricedProgram(program, case.options, graphs).cost(
+    cost = PricedProgram(program, case.options, graphs, own_kernels=own_kernels).cost(
         images=results["train"].samples, test_images=results["evaluate"].samples
     )
     return program, cost

@@ -100,7 +100,7 @@ def _price(content: bytes) -> GraphCost:
         else:
             product = _measure_product(node, tensors, name in gradients)
             is_free = product or node.op_type in VIEWS or name in fused
-            parts = [(node.op_type, product, 0 if is_free else _moved_bytes(node, tensors))]
+            parts = [(node.op_type, product, 0 if is_free else _count_node_bytes(node, tensors))]
         vectors = sum(value not in tensors for value in (*node.input, *node.output) if value)
         nodes += (NodeCost(*part, *places[name], name in forward, vectors) for part in parts)
     return GraphCost(tuple(nodes), compute_peak_bytes(graph, tensors), len(content))
@@ -182,7 +182,7 @@ def _list_parts_of_attention(
     yield "Softmax", None, 2 * 4 * images * heads * tokens**2
 
 
-def _moved_bytes(node: onnx.NodeProto, tensors: Mapping[str, GraphTensor]) -> int:
+def _count_node_bytes(node: onnx.NodeProto, tensors: Mapping[str, GraphTensor]) -> int:
     return sum(tensors[name].size_bytes for name in (*node.input, *node.output) if name in tensors)
 
 

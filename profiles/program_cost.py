@@ -108,7 +108,7 @@ class PricedProgram:
         work = _sum_work(*((self._run(graph).work, count / total) for graph, count in runs))
         for phase, count in steps.items():
             if phase.update:
-                numbers = _moved_bytes(program, phase) // 4
+                numbers = _count_trained_bytes(program, phase) // 4
                 updating = self._running[phase.update].nodes
                 pieces = -(-numbers // PIECE_ELEMENTS)
                 moved_bytes = 4 * numbers * sum(node.vectors for node in updating)
@@ -287,7 +287,7 @@ def _list_memory_without_images(program: Program, graphs: Mapping[str, GraphCost
     batch = program.batch
     trained = _select(program, lambda role: role.is_trained_on_device)
     weights = _size_bytes(_select(program, lambda role: not role.is_trained_on_device))
-    updated = max((_moved_bytes(program, phase) for phase in program.train), default=0)
+    updated = max((_count_trained_bytes(program, phase) for phase in program.train), default=0)
     state = max((_state_bytes(program, phase) for phase in program.train), default=0)
     activations = int(ARENA_SLACK * max((graphs[phase.graph].activation_bytes for phase in program.train), default=0))
     answers = int(ARENA_SLACK * graphs[program.evaluate.graph].activation_bytes)
@@ -353,13 +353,13 @@ def _add_images(
     ]
 
 
-def _moved_bytes(program: Program, phase: Train) -> int:
+def _count_trained_bytes(program: Program, phase: Train) -> int:
     return sum(_size_bytes({name: program.tensors[name] for name in program.names(group)}) for group in phase.groups)
 
 
 def _state_bytes(program: Program, phase: Train) -> int:
     """Return the memory of values, gradients and slots; a whole step writes new values and slots."""
-    updated, slots = _moved_bytes(program, phase), len(phase.slots)
+    updated, slots = _count_trained_bytes(program, phase), len(phase.slots)
     if not phase.update:
         return 2 * (1 + slots) * updated
     if phase.slot_bits == 32:

@@ -90,7 +90,6 @@ PHRASES = {
 
 ALLOWED = {
     ("*", "moved_bytes"): "bytes that a graph reads and writes, a key of what `profile --json` prints",
-    ("*", "_moved_bytes"): "the same",
     ("tests/unit/fleet/datasets/test_cifar.py", "dispatch"): "a name of pickle",
     ("*", "recipes"): "a field of the message Task, which older devices read",
     ("*", "apart"): "a field of the message BlobNack, likewise",

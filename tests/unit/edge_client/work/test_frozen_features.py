@@ -119,7 +119,7 @@ def test_a_later_round_does_the_frozen_layers_no_more(
 def test_flops_with_features_are_known_beforehand(
     name: str, settings: Mapping[str, Setting], data: DeviceData, folder: FeatureFolder
 ) -> None:
-    """Those of the first round and of a later one. A device counts by shares of the work, in which norms have some."""
+    """In the first round and in a later one. A device counts by shares of the work, in which norms have some."""
     setting = settings[name]
     contents = {graph: setting.blobs.get(spec.digest) for graph, spec in setting.program.graphs.items()}
     costs = {graph: graph_cost(content) for graph, content in contents.items()}

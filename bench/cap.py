@@ -26,6 +26,7 @@ class CapSettings:
     micro_batch: int = 2  # images at a time, to save memory
     images: int = 24
     precision: str = "fp32"  # of weights that the device does not train
+    optimizer_bits: int = 32  # of each number that the optimizer remembers
     options: dict[str, Any] = field(default_factory=dict)  # other options of the method
     patience_s: float = 1800.0
 
@@ -33,7 +34,7 @@ class CapSettings:
     def run(self) -> dict[str, Any]:
         """Configuration of the run, as a file would give it."""
         options: dict[str, Any] = {"epochs": 1, "batch_size": self.batch_size, "server_epochs": 1}
-        options |= {"micro_batch": self.micro_batch, **self.options}
+        options |= {"micro_batch": self.micro_batch, "optimizer_bits": self.optimizer_bits, **self.options}
         if self.precision != "fp32":
             options["frozen_precision"] = self.precision
         return {

@@ -88,6 +88,9 @@ def analytic_command(as_json: bool, out: Path | None, keep: Path | None, **flags
 @click.option(
     "--precision", type=click.Choice(["fp32", "fp16", "int8"]), default="fp32", help="Of weights that are not trained."
 )
+@click.option(
+    "--optimizer-bits", type=click.Choice([8, 32]), default=32, help="Of each number that the optimizer remembers."
+)
 @click.option("--images", type=click.IntRange(min=4), default=24, help="Images of the device, noise.")
 @click.option(
     "--patience",

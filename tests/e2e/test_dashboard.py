@@ -389,8 +389,8 @@ def test_queued_run_shows_plans_of_boards(browser: Browser, tmp_path: Path) -> N
         tab.until("document.querySelector('#forecast')")
         fits, refused = tab.rows("#forecast")
         assert fits == [
-            "rpi5-8", "as configured", "400 MB", "512 MB", "20.0 ms", "8.00 s", "1.00 GFLOP", "1.00 MB", "100 kB", "–",
-            "100 %",
+            "rpi5-8", "as configured", "400 MB", "512 MB", "20.0 ms", "8.00 s", "8.00 s", "1.00 GFLOP", "1.00 MB",
+            "100 kB", "–", "100 %",
         ]  # fmt: skip
         assert refused[:2] == ["rpi-zero2w", "Refused. <b>nothing</b> fits"]
         check_every_screen(tab, "queued run", "document.querySelector('#forecast')")

@@ -140,8 +140,8 @@ def run(command: click.Command, name: str) -> None:
     try:
         try:
             command.main(prog_name=name, standalone_mode=False)
-        except PermissionError as error:
-            if error.filename is None:
+        except OSError as error:  # of the machine; a file that is missing may be one of the program's own
+            if error.filename is None or isinstance(error, FileNotFoundError):
                 raise
             raise storage_failed(f"cannot use {error.filename}", error) from error
     except FedvitError as error:

@@ -109,7 +109,7 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
     classes = tuple(samples.classes[label] for label in labels)
     plans = plan_pictures(samples, labels, len(SITES), settings.seed)
     with private_files(), ExitStack() as stack:
-        home = _clear_folder(settings.out / "loop")
+        home = clear_folder(settings.out / "loop")
         devices = []
         for name, plan in zip(SITES, plans, strict=True):
             pictures = ArrivingPictures(home / "pictures" / name, samples)
@@ -139,12 +139,17 @@ def play_story(settings: LoopSettings, report: Callable[[str], None]) -> LoopOut
     )
 
 
-def _clear_folder(home: Path) -> Path:
+def clear_folder(home: Path) -> Path:
     """Remove what an earlier demo left there, and return the folder. Raises ConfigError if it is somebody else's."""
-    if home.exists() and not (home / "answers").is_dir():
+    answers = home / "answers"
+    if home.exists() and not answers.is_dir():
         raise ConfigError("FV2007", f"{home} is no earlier demo, so it is not overwritten; choose another --out")
-    shutil.rmtree(home, ignore_errors=True)
-    (home / "answers").mkdir(parents=True)
+    if home.exists():
+        for folder in home.iterdir():
+            if folder != answers:
+                shutil.rmtree(folder)
+        shutil.rmtree(home)  # after a kill that far, `answers` still says whose folder this is
+    answers.mkdir(parents=True)
     return home
 
 

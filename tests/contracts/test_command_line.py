@@ -1,6 +1,8 @@
 """One style of command line for all three programs."""
 
+import errno
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -193,14 +195,17 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_folder_of_another_user_is_named_without_a_traceback() -> None:
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG, errno.EIO])
+def test_place_that_cannot_be_used_is_named_without_a_traceback(code: int) -> None:
+    """It is another user's, its name is too long, its disk is broken."""
+    why = os.strerror(code)
     script = (
         "import click\nfrom fedvit.command_line import run\n"
-        "def use():\n    raise PermissionError(13, 'Permission denied', '/srv/runs')\n"
+        f"def use():\n    raise OSError({code}, {why!r}, '/srv/runs')\n"
         "run(click.Command('use', callback=use), 'coordinator')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert (done.returncode, done.stderr) == (10, "coordinator: cannot use /srv/runs: Permission denied [FV0010]\n")
+    assert (done.returncode, done.stderr) == (10, f"coordinator: cannot use /srv/runs: {why} [FV0010]\n")
 
 
 # --- JSON ---------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class KeptAccuracy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     mean: float
     interval: Interval | None = None  # None: a single seed
     generated_difference: float | None = None  # between devices' generated tensors; None: there is no generator
+    at_edge: dict[str, str] = {}  # options whose best value is the "lowest" or "highest" that a search tried
 
 
 class KeptDifference(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -75,6 +76,16 @@ class KeptResults(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         raise ConfigError(
             "FV2151", f"{self.experiment}: no difference of {method} to {reference} on {partition} was kept"
         )
+
+    def find_edge(self, difference: KeptDifference) -> str:
+        """Say whose search ended at an edge, so that it may do better than in this difference; else return ''."""
+        behind = difference.reference if difference.mean > 0 else difference.method
+        for one in self.accuracies:
+            if (one.method, one.partition) == (behind, difference.partition):
+                return "; ".join(
+                    f"{behind}'s best {option} is the {edge} tried" for option, edge in one.at_edge.items()
+                )
+        return ""
 
 
 class MeasuredClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,6 +131,7 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
     """Reduce results to means, intervals and differences to the reference."""
     settings = outcome.settings
     counts = f"{settings.get('devices')} devices, {settings.get('rounds')} rounds"
+    edges = {(one.method, one.partition): one.at_edge for one in outcome.searches}
     return KeptResults(
         experiment=outcome.experiment,
         scale=f"{Path(str(settings.get('dataset', ''))).stem}, {counts}",
@@ -128,6 +140,7 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
                 method=one.method, partition=one.partition, seeds=len(one.seeds), mean=round(one.accuracy, _DIGITS),
                 interval=one.interval and _round(one.interval),
                 generated_difference=one.generated_difference and round(one.generated_difference, _DIGITS),
+                at_edge=edges.get((one.method, one.partition), {}),
             )
             for one in outcome.comparisons
         ],
@@ -184,8 +197,9 @@ def render_verdicts(claims: Claims, results: dict[str, KeptResults]) -> str:
             raise ConfigError("FV2151", f"{claim.paper}: the results of {claim.experiment!r} were not kept")
         kept = results[claim.experiment]
         difference = kept.find_difference(claim.ahead, claim.behind, claim.partition)
-        verdict = judge(difference, is_fair=not claim.unfair)
-        shown = f"**{verdict}**" if verdict != "not shown" else f"{verdict}{f': {claim.unfair}' * bool(claim.unfair)}"
+        reason = claim.unfair or kept.find_edge(difference)
+        verdict = judge(difference, is_fair=not reason)
+        shown = f"**{verdict}**" if verdict != "not shown" else f"{verdict}{f': {reason}' * bool(reason)}"
         scale = f"{kept.scale}; {difference.seeds} seed{'s' * (difference.seeds > 1)}"
         cells = (claim.claim, claim.published, describe_difference(difference), scale, shown)
         rows.setdefault(claim.paper, []).append(_render_row(cells))

@@ -22,6 +22,7 @@ from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import Dealer
 from fleet.experiments.search import Schedule, list_rounds, search_state
+from fleet.experiments.verdicts import keep_results
 from tests.support.codes import has_code
 from tests.support.experiments import (
     ExperimentRun,
@@ -200,6 +201,13 @@ class TestStanding:
         at = search_state(grid.searches[0], schedule.over)
         assert (at.chosen, at.over, at.ahead) == (None, False, (2, 2))
         assert len(schedule.cells) == 3
+
+    @pytest.mark.parametrize(("best", "at_edge"), [(1e-6, {"lr": "lowest"}), (0.05, {}), (50, {"lr": "highest"})])
+    def test_best_value_at_an_edge_is_kept(self, tmp_path: Path, best: float, at_edge: dict[str, str]) -> None:
+        grid = read_grid(written_experiment(tmp_path, FILE))
+        schedule = follow(grid, lambda cell: 0.6 if cell.run["options"]["lr"] == best else 0.5)
+        (kept,) = keep_results(make_outcome(grid, schedule.over.values())).accuracies
+        assert (kept.mean, kept.at_edge) == (0.6, at_edge)
 
     def test_single_value_needs_no_search(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE.replace("[1e-6, 0.05, 50]", "[0.05]")))

@@ -11,8 +11,11 @@ from fleet.experiments.folder import FinishedCell
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.report_tables import make_sections
 from fleet.experiments.verdicts import (
+    Claims,
+    KeptAccuracy,
     KeptDifference,
     KeptResults,
+    MeasuredClaim,
     Verdict,
     judge,
     keep_results,
@@ -75,6 +78,29 @@ def test_a_difference_is_found_from_both_sides() -> None:
     assert judge(found, is_fair=True) == "contradicts"
     with pytest.raises(ConfigError, check=has_code("FV2151")):
         kept.find_difference("a", "b", "other")
+
+
+@pytest.mark.parametrize(
+    ("at_edge", "low", "verdict"),
+    [
+        ({"a": {"lr": "highest"}, "b": {}}, 0.01, "**agrees**"),
+        ({"a": {}, "b": {"lr": "highest"}}, 0.01, "not shown: b's best lr is the highest tried"),
+        ({"a": {}, "b": {"lr": "highest"}}, -0.1, "**contradicts**"),
+        ({"a": {"lr": "lowest"}, "b": {}}, -0.1, "not shown: a's best lr is the lowest tried"),
+    ],
+)
+def test_search_of_the_method_behind_must_not_end_at_an_edge(
+    at_edge: dict[str, dict[str, str]], low: float, verdict: str
+) -> None:
+    accuracies = [
+        KeptAccuracy(method=name, partition=partition, seeds=5, mean=0.5, at_edge=edge if partition == "p" else {})
+        for name, edge in at_edge.items()
+        for partition in ("other", "p")
+    ]
+    differences = [make_difference(low, low + 0.05)]
+    kept = KeptResults(experiment="e", scale="s", accuracies=accuracies, differences=differences)
+    claim = MeasuredClaim(paper="P", claim="c", published="1 / 2", experiment="e", partition="p", ahead="a", behind="b")
+    assert f"| {verdict} |" in render_verdicts(Claims(measured=[claim], computed=[]), {"e": kept})
 
 
 def test_kept_results_are_those_of_the_experiment(tmp_path: Path) -> None:

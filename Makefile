@@ -254,9 +254,9 @@ own-graphs: install
 errors: install
 	@$(BIN)/python -m fedvit.explanations docs/troubleshooting.md
 
-# after a change of docs/results: the tables of fleet/experiments/README.md
+# after a change of docs/results: the tables of fleet/experiments/README.md, and measured.md
 verdicts: install
-	@$(BIN)/python -m fleet.experiments.verdicts docs/results fleet/experiments/README.md
+	@$(BIN)/python -m fleet.experiments.verdicts docs/results fleet/experiments
 
 # after an upgrade that passed `make check`
 constraints: install

@@ -10,6 +10,7 @@ from rich.text import Text
 from fedvit.command_line import print_json
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import name_failure
+from fleet.experiments.kept_results import write_kept_results
 from fleet.experiments.paper_figures import FigureStyle, check_font
 from fleet.experiments.report import terminal_report
 from fleet.experiments.report_tables import describe_missing
@@ -22,7 +23,6 @@ from fleet.experiments.result_files import (
     write_latex,
 )
 from fleet.experiments.significance import SignedRankTest, rank_methods, run_signed_rank_tests
-from fleet.experiments.verdicts import write_kept_results
 from profiles.report.console import Console
 from profiles.report.experiment import ExperimentOutcome
 

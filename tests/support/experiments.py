@@ -14,12 +14,13 @@ from coordinator.rounds.display import Display
 from fleet.experiments.cell import CellOptions, run_cell
 from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
 from fleet.experiments.grid import Grid, plan_grid
+from fleet.experiments.kept_results import KeptDifference
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.scheduler import CellLauncher, run_cells
 from fleet.experiments.search import Schedule
 from fleet.experiments.settings import read_experiment
 from profiles.report.curves import Accuracy, RoundFigures
-from profiles.report.experiment import CellResult, ExperimentOutcome
+from profiles.report.experiment import CellResult, ExperimentOutcome, Interval
 
 
 def write_file(partitions: Sequence[str], methods: Sequence[str], *, seeds: int = 2, more: str = "") -> str:
@@ -116,6 +117,14 @@ def make_measured_result(accuracies: Sequence[float]) -> CellResult:
         digest="", software="1", protocol="p", accuracy=last, accuracy_by_device={"device-0": last.mean}, wall_s=10.0,
         bytes_down=2e6, bytes_up=1e6, flops=None, peak_rss_bytes=None, refusals=0, rounds=rounds,
     )  # fmt: skip
+
+
+def make_difference(low: float, high: float, *, seeds: int = 5) -> KeptDifference:
+    """The difference of method a to method b on partition p."""
+    interval = Interval(low, high)
+    return KeptDifference(
+        method="a", reference="b", partition="p", seeds=seeds, mean=(low + high) / 2, interval=interval
+    )
 
 
 def main() -> None:

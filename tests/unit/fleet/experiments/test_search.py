@@ -18,11 +18,11 @@ from fleet.commands.experiment import experiment_command
 from fleet.experiments.cells import Grid, GridCell, as_text
 from fleet.experiments.command import select_cells
 from fleet.experiments.folder import RESULT_FILE, CellFolder, FinishedCell
+from fleet.experiments.kept_results import keep_results
 from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import Dealer
 from fleet.experiments.search import Schedule, list_rounds, search_state
-from fleet.experiments.verdicts import keep_results
 from tests.support.codes import has_code
 from tests.support.experiments import (
     ExperimentRun,

@@ -1,0 +1,54 @@
+"""The page of all kept results, a table for each experiment. `make verdicts` writes it."""
+
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from fedvit.errors import ConfigError
+from fedvit.quantities import format_bytes, format_flops, format_seconds
+from fleet.experiments.kept_results import KeptAccuracy, KeptResults, describe_difference, describe_interval
+
+PAGE = "measured.md"
+_HEAD = """# Measured
+
+Written by `make verdicts` from [docs/results](../../docs/results). Accuracies and differences are means over seeds,
+with 95 % intervals ([what each figure is](../../docs/experiments.md#results)). Training, down and up are per device and
+round; time is that of a whole run on processors that did other work, too. Edge: the best value of a search was the
+lowest or the highest tried. [Verdicts](README.md#what-holds).
+"""
+
+
+def render_measured(results: Iterable[KeptResults], folder: Path) -> str:
+    """Render the page for a folder that has the experiments' files, to which its titles lead."""
+    files = {path.stem: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.toml"))}
+    return "\n".join([_HEAD, *(_render_results(one, files.get(one.experiment)) for one in results if one.accuracies)])
+
+
+def _render_results(kept: KeptResults, file: str | None) -> str:
+    title = f"[{kept.experiment}]({file})" if file else kept.experiment
+    names = Counter(name for one in kept.differences for name in (one.method, one.reference))
+    reference = max(names, key=lambda name: names[name], default="")
+    columns = ["partition", "method", "accuracy", f"less {reference}", "edge", "training", "down", "up", "time"]
+    rows = [_list_cells(kept, one, reference) for one in kept.accuracies]
+    used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
+    lines = [f"| {' | '.join(row[place] for place in used)} |\n" for row in (columns, ["---"] * len(columns), *rows)]
+    seeds = max(one.seeds for one in kept.accuracies)
+    return f"## {title}\n\n{kept.scale}; {seeds} seed{'s' * (seeds > 1)}.\n\n{''.join(lines)}"
+
+
+def _list_cells(kept: KeptResults, one: KeptAccuracy, reference: str) -> list[str]:
+    difference = None
+    with suppress(ConfigError):  # none was kept of a single method, and of the reference
+        difference = kept.find_difference(one.method, reference, one.partition)
+    return [
+        one.partition,
+        one.method,
+        f"{one.mean:.3f}{describe_interval(one.interval)}",
+        describe_difference(difference) if difference else "",
+        ", ".join(f"{option}: {edge}" for option, edge in one.at_edge.items()),
+        "" if one.flops is None else format_flops(one.flops),
+        "" if one.bytes_down is None else format_bytes(one.bytes_down),
+        "" if one.bytes_up is None else format_bytes(one.bytes_up),
+        "" if one.wall_s is None else format_seconds(one.wall_s),
+    ]

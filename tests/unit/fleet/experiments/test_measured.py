@@ -1,0 +1,33 @@
+"""The page of kept results."""
+
+from pathlib import Path
+
+from fleet.experiments.kept_results import KeptAccuracy, KeptResults
+from fleet.experiments.measured import render_measured
+from profiles.report.experiment import Interval
+from tests.support.experiments import make_difference
+
+
+def test_table_of_an_experiment(tmp_path: Path) -> None:
+    """Differences are to the method that most of them have; columns without a figure are left out."""
+    (tmp_path / "paper").mkdir()
+    (tmp_path / "paper/first.toml").touch()
+    accuracies = [
+        KeptAccuracy(method="a", partition="p", seeds=5, mean=0.5, at_edge={"lr": "lowest"}, bytes_up=1000),
+        KeptAccuracy(method="b", partition="p", seeds=5, mean=0.25, interval=Interval(0.2, 0.3)),
+    ]
+    kept = KeptResults(
+        experiment="first", scale="digits", accuracies=accuracies, differences=[make_difference(0.2, 0.3)]
+    )
+    other = KeptResults(
+        experiment="other", scale="texts", accuracies=[KeptAccuracy(method="c", partition="q", seeds=1, mean=0.125)]
+    )
+    page = render_measured([kept, other, KeptResults(experiment="none", scale="none")], tmp_path)
+    assert page.split("\n## ")[1:] == [
+        "[first](paper/first.toml)\n\ndigits; 5 seeds.\n\n"
+        "| partition | method | accuracy | less a | edge | up |\n"
+        "| --- | --- | --- | --- | --- | --- |\n"
+        "| p | a | 0.500 |  | lr: lowest | 1 kB |\n"
+        "| p | b | 0.250 [0.200, 0.300] | -0.250 [-0.300, -0.200] |  |  |\n",
+        "other\n\ntexts; 1 seed.\n\n| partition | method | accuracy |\n| --- | --- | --- |\n| q | c | 0.125 |\n",
+    ]

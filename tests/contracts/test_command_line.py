@@ -197,7 +197,7 @@ def test_help_and_typing_errors_need_nothing_that_takes_seconds(program: str) ->
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG, errno.EIO])
 def test_place_that_cannot_be_used_is_named_without_a_traceback(code: int) -> None:
-    """It is another user's, its name is too long, its disk is broken."""
+    """The errors of another user's folder, of a name that is too long, and of a broken disk."""
     why = os.strerror(code)
     script = (
         "import click\nfrom fedvit.command_line import run\n"

@@ -221,8 +221,8 @@ power-cuts: install mosquitto
 	@$(BIN)/python -m pytest -q -rP tests/e2e/check_*.py
 
 # the device on virtual boards, from first boot to power cuts (docs/boards.md); root. One check: CHECK=name; with
-# AGAIN=1 the next call begins with the board as it is after its first round; boards of another architecture than this
-# machine's need Linux 6.7 and hours: ARCH=arm64
+# AGAIN=1 the next call begins with the board as it is after its first round; ARCH=arm64 for Raspberry Pi's processors,
+# whose image needs Linux 6.7 where this machine's is another one
 ARCH ?= amd64
 BOARDS := build/boards/$(ARCH)
 BOARD_TOOLS := mmdebstrap e2fsprogs openssh-client $(if $(filter arm64,$(ARCH)),qemu-system-arm qemu-user-static,qemu-system-x86)

@@ -145,6 +145,22 @@ def test_disk_that_became_read_only(scene: Scene) -> None:
     assert [entry["accepted"] for entry in site.finish("read-only")["rounds"]] == [1] * 3
 
 
+def test_root_that_is_read_only_from_the_start(scene: Scene) -> None:
+    """An owner sets it so against worn cards. The journal says why the service cannot start; once the root can be
+    written, the service trains by itself."""
+    site, board = scene.site, scene.board
+    board.run("cp /etc/fstab /etc/fstab.usual; sed -i '/^.dev.vda /s/noatime/ro,noatime/' /etc/fstab; sync")
+    board.switch_off()
+    board.switch_on()
+    assert "Read-only" in board.try_run("touch /nothing").stderr
+    said = "journalctl -b -u fedvit-edge -o cat --no-pager | grep -m 1 'Read-only file system'"
+    board.wait_for(said, "the journal does not say why the service cannot start")
+    print(board.run(said))
+    board.run("mount -o remount,rw / && mv /etc/fstab.usual /etc/fstab")
+    site.start_run("writable", RUN)
+    assert [entry["accepted"] for entry in site.finish("writable")["rounds"]] == [1]
+
+
 def test_second_board_without_network_and_time(
     scene: Scene, make_board: Callable[..., Board], package: Path, pictures: Path, tmp_path: Path, graph_cache: Path
 ) -> None:

@@ -42,8 +42,7 @@ def test_first_round_needs_three_commands(scene: Scene) -> None:
         print(f"{name}: {seconds:.0f} s")
     print("\n".join(scene.commands))
     assert len(scene.commands) == 3
-    shown = scene.site.finish("first")
-    assert [entry["accepted"] for entry in shown["rounds"]] == [1]
+    assert [entry["accepted"] for entry in scene.site.show("first")["rounds"]] == [1]
     assert scene.board.read_state("fedvit-edge")["ActiveState"] == "active"
     assert scene.board.try_run("systemctl --failed --quiet --no-legend | grep fedvit").stdout == ""
 

@@ -102,9 +102,13 @@ class Site:
             raise AssertionError(f"{run} has not ended: {self.read_log(run)}") from None
 
     def finish(self, run: str, wait_s: float = ROUND_S) -> dict[str, Any]:
-        """Wait for the end of a run; check that no result counted twice; return what `coordinator show` says."""
+        """Wait for the end of a run; return what `coordinator show` says."""
         code = self.wait_for_end(run, wait_s)
         assert code == 0, f"{code}: {self.read_log(run)}"
+        return self.show(run)
+
+    def show(self, run: str) -> dict[str, Any]:
+        """Return what `coordinator show` says of a run that has ended; check that no result counted twice."""
         assert count_duplicates(self.runs / run / "coordinator.log") == 0
         done = subprocess.run(
             [str(BIN / "coordinator"), "show", run, "--runs", str(self.runs), "--json"], cwd=self.home,

@@ -15,7 +15,8 @@ _HEAD = """# Measured
 Written by `make verdicts` from [docs/results](../../docs/results). Accuracies and differences are means over seeds,
 with 95 % intervals ([what each figure is](../../docs/experiments.md#results)). Training, down and up are per device and
 round; time is that of a whole run on processors that did other work, too. Edge: the best value of a search was the
-lowest or the highest tried. [Verdicts](README.md#what-holds).
+lowest or the highest tried. Generated apart: the difference between the tensors that a generator makes for two devices,
+as a share of their size. [Verdicts](README.md#what-holds).
 """
 
 
@@ -29,7 +30,8 @@ def _render_results(kept: KeptResults, file: str | None) -> str:
     title = f"[{kept.experiment}]({file})" if file else kept.experiment
     names = Counter(name for one in kept.differences for name in (one.method, one.reference))
     reference = max(names, key=lambda name: names[name], default="")
-    columns = ["partition", "method", "accuracy", f"less {reference}", "edge", "training", "down", "up", "time"]
+    costs = ["training", "down", "up", "time"]
+    columns = ["partition", "method", "accuracy", f"less {reference}", "edge", "generated apart", *costs]
     rows = [_list_cells(kept, one, reference) for one in kept.accuracies]
     used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     lines = [f"| {' | '.join(row[place] for place in used)} |\n" for row in (columns, ["---"] * len(columns), *rows)]
@@ -47,6 +49,7 @@ def _list_cells(kept: KeptResults, one: KeptAccuracy, reference: str) -> list[st
         f"{one.mean:.3f}{describe_interval(one.interval)}",
         describe_difference(difference) if difference else "",
         ", ".join(f"{option}: {edge}" for option, edge in one.at_edge.items()),
+        "" if one.generated_difference is None else f"{one.generated_difference:.3f}",
         "" if one.flops is None else format_flops(one.flops),
         "" if one.bytes_down is None else format_bytes(one.bytes_down),
         "" if one.bytes_up is None else format_bytes(one.bytes_up),

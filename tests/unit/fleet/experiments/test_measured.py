@@ -14,7 +14,9 @@ def test_table_of_an_experiment(tmp_path: Path) -> None:
     (tmp_path / "paper/first.toml").touch()
     accuracies = [
         KeptAccuracy(method="a", partition="p", seeds=5, mean=0.5, at_edge={"lr": "lowest"}, bytes_up=1000),
-        KeptAccuracy(method="b", partition="p", seeds=5, mean=0.25, interval=Interval(0.2, 0.3)),
+        KeptAccuracy(
+            method="b", partition="p", seeds=5, mean=0.25, interval=Interval(0.2, 0.3), generated_difference=0.0
+        ),
     ]
     kept = KeptResults(
         experiment="first", scale="digits", accuracies=accuracies, differences=[make_difference(0.2, 0.3)]
@@ -25,9 +27,9 @@ def test_table_of_an_experiment(tmp_path: Path) -> None:
     page = render_measured([kept, other, KeptResults(experiment="none", scale="none")], tmp_path)
     assert page.split("\n## ")[1:] == [
         "[first](paper/first.toml)\n\ndigits; 5 seeds.\n\n"
-        "| partition | method | accuracy | less a | edge | up |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        "| p | a | 0.500 |  | lr: lowest | 1 kB |\n"
-        "| p | b | 0.250 [0.200, 0.300] | -0.250 [-0.300, -0.200] |  |  |\n",
+        "| partition | method | accuracy | less a | edge | generated apart | up |\n"
+        "| --- | --- | --- | --- | --- | --- | --- |\n"
+        "| p | a | 0.500 |  | lr: lowest |  | 1 kB |\n"
+        "| p | b | 0.250 [0.200, 0.300] | -0.250 [-0.300, -0.200] |  | 0.000 |  |\n",
         "other\n\ntexts; 1 seed.\n\n| partition | method | accuracy |\n| --- | --- | --- |\n| q | c | 0.125 |\n",
     ]

@@ -21,13 +21,13 @@ as a share of their size. [Verdicts](README.md#what-holds).
 
 
 def render_measured(results: Iterable[KeptResults], folder: Path) -> str:
-    """Render the page for a folder that has the experiments' files, to which its titles lead."""
+    """Render the page for a folder that has the experiments' files, to which its sections lead."""
     files = {path.stem: path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*.toml"))}
     return "\n".join([_HEAD, *(_render_results(one, files.get(one.experiment)) for one in results if one.accuracies)])
 
 
 def _render_results(kept: KeptResults, file: str | None) -> str:
-    title = f"[{kept.experiment}]({file})" if file else kept.experiment
+    scale = f"[{kept.scale}]({file})" if file else kept.scale
     names = Counter(name for one in kept.differences for name in (one.method, one.reference))
     reference = max(names, key=lambda name: names[name], default="")
     costs = ["training", "down", "up", "time"]
@@ -36,7 +36,7 @@ def _render_results(kept: KeptResults, file: str | None) -> str:
     used = [place for place in range(len(columns)) if any(row[place] for row in rows)]
     lines = [f"| {' | '.join(row[place] for place in used)} |\n" for row in (columns, ["---"] * len(columns), *rows)]
     seeds = max(one.seeds for one in kept.accuracies)
-    return f"## {title}\n\n{kept.scale}; {seeds} seed{'s' * (seeds > 1)}.\n\n{''.join(lines)}"
+    return f"## {kept.experiment}\n\n{scale}; {seeds} seed{'s' * (seeds > 1)}.\n\n{''.join(lines)}"
 
 
 def _list_cells(kept: KeptResults, one: KeptAccuracy, reference: str) -> list[str]:

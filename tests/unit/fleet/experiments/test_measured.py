@@ -26,7 +26,7 @@ def test_table_of_an_experiment(tmp_path: Path) -> None:
     )
     page = render_measured([kept, other, KeptResults(experiment="none", scale="none")], tmp_path)
     assert page.split("\n## ")[1:] == [
-        "[first](paper/first.toml)\n\ndigits; 5 seeds.\n\n"
+        "first\n\n[digits](paper/first.toml); 5 seeds.\n\n"
         "| partition | method | accuracy | less a | edge | generated apart | up |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"
         "| p | a | 0.500 |  | lr: lowest |  | 1 kB |\n"

@@ -298,6 +298,7 @@ def _make_round(entry: RoundView) -> RoundFigures:
         bytes_up=entry.bytes_up / devices if devices else None,
         flops=entry.flops / devices if devices and entry.flops else None,  # 0: no device counted them
         took_s=sum(part or 0.0 for part in parts) if any(parts) else None,
+        longest_s=entry.train_s,
     )
 
 

@@ -186,6 +186,8 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
     late = [_late_accuracies(result, experiment.late_rounds) for result in results] if experiment.late_rounds else []
     reached = [_first_round(result, experiment.target_accuracy) for result in results]
     rounds_to_target = [number for number in reached if number is not None]
+    seconds = [_add_seconds(result, number) for result, number in zip(results, reached, strict=True) if number]
+    seconds_to_target = [one for one in seconds if one is not None]
     means = [result.accuracy.mean for result in results]
     generic = [result.generic_accuracy for result in results if result.generic_accuracy is not None]
     novel = [result.novel.mean for result in results if result.novel is not None]
@@ -215,6 +217,7 @@ def _compare(method: str, partition: str, by_seed: dict[int, CellResult], experi
         late=fmean(fmean(means) for means in late) if late else None,
         late_std=fmean(pstdev(means) for means in late) if late else None,
         rounds_to_target=fmean(rounds_to_target) if len(rounds_to_target) == len(results) else None,
+        seconds_to_target=fmean(seconds_to_target) if len(seconds_to_target) == len(results) else None,
         generic=fmean(generic) if generic else None,
         generic_interval=mean_interval(generic),
         novel=fmean(novel) if novel else None,
@@ -245,6 +248,13 @@ def _first_round(result: CellResult, target: float | None) -> int | None:
         if target is not None and entry.accuracy and entry.accuracy.mean >= target
     )
     return next(numbers, None)
+
+
+def _add_seconds(result: CellResult, last: int) -> float | None:
+    """Add up the times of the slowest device of each round; None if one was not measured."""
+    seconds = [entry.longest_s for entry in result.rounds if entry.round <= last]
+    measured = [one for one in seconds if one is not None]
+    return sum(measured) if len(measured) == len(seconds) else None
 
 
 def _largest(figures: Iterable[float | None]) -> float | None:

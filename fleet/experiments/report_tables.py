@@ -24,7 +24,8 @@ DIFFERENCES = (
 )
 PROGRESS = (
     "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds to an"
-    " accuracy are those until the first evaluation that had it, where every seed reached it"
+    " accuracy are those until the first evaluation that had it, where every seed reached it; s of training add up"
+    " the slowest device of each of these rounds"
 )
 GAINS = (
     'of single devices over the same device with the same seed, all seeds together; "ahead" is the share of devices'
@@ -332,7 +333,7 @@ def _study_rows(study: Study) -> Rows:
 def _progress_headings(outcome: ExperimentOutcome) -> tuple[str, ...]:
     late, target = outcome.settings.get("late_rounds"), outcome.settings.get("target_accuracy")
     columns = [f"mean of the last {late} rounds", "± evaluations"] if late else []
-    return ("method", "partition", *columns, *([f"rounds to {target:g}"] if target else []))
+    return ("method", "partition", *columns, *([f"rounds to {target:g}", "s of training"] if target else []))
 
 
 def _progress_rows(outcome: ExperimentOutcome) -> Rows:
@@ -342,7 +343,8 @@ def _progress_rows(outcome: ExperimentOutcome) -> Rows:
     for entry in outcome.comparisons if late or target else ():
         columns = [_figure(entry.late), _figure(entry.late_std)] if late else []
         rounds = "not reached" if entry.rounds_to_target is None else f"{entry.rounds_to_target:g}"
-        rows.append((entry.method, entry.partition, *columns, *([rounds] if target else [])))
+        seconds = "-" if entry.seconds_to_target is None else f"{entry.seconds_to_target:.3g}"
+        rows.append((entry.method, entry.partition, *columns, *([rounds, seconds] if target else [])))
     return rows
 
 

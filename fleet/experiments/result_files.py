@@ -256,6 +256,7 @@ _METHOD_COLUMNS = _columns(
     difference="difference.mean", difference_low="difference.interval.low", difference_high="difference.interval.high",
     balanced_accuracy="entry.balanced_accuracy", macro_f1="entry.macro_f1", auc="entry.auc",
     generic="entry.generic", novel="entry.novel", late="entry.late", rounds_to_target="entry.rounds_to_target",
+    seconds_to_target="entry.seconds_to_target",
     bytes_down="entry.bytes_down", bytes_up="entry.bytes_up", flops="entry.flops", wall_s="entry.wall_s",
     peak_rss_bytes="entry.peak_rss_bytes",
 )  # fmt: skip

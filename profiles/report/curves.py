@@ -28,6 +28,7 @@ class RoundFigures(Struct, frozen=True, kw_only=True):
     bytes_up: float | None
     flops: float | None  # training alone
     took_s: float | None = None  # from the first task to the end of the server's step
+    longest_s: float | None = None  # of the device that trained longest; None: not measured
 
     @property
     def point(self) -> "Point":

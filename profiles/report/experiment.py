@@ -141,6 +141,7 @@ class MethodComparison(Struct, frozen=True, kw_only=True):
     late: float | None = None  # mean of the evaluations in the last `late_rounds` rounds
     late_std: float | None = None  # over these evaluations, population standard deviation, of each run
     rounds_to_target: float | None = None  # until an evaluation reached `target_accuracy`; None: not in every seed
+    seconds_to_target: float | None = None  # training in these rounds, each of its slowest device; None: not measured
     generic: float | None = None  # accuracy of the server's model on images that no device has; None: there is none
     generic_interval: Interval | None = None
     novel: float | None = None  # accuracy of devices that joined after the training; None: there are none

@@ -160,7 +160,7 @@ def fleet(stage: Stage, *arguments: str, module: str = "fleet.cli", **environmen
 
 
 def select_learned(figures: RoundFigures) -> dict[str, Any]:
-    beside = ("bytes_down", "bytes_up", "took_s")
+    beside = ("bytes_down", "bytes_up", "took_s", "longest_s")
     return {key: value for key, value in to_builtins(figures).items() if key not in beside}
 
 

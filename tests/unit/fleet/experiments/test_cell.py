@@ -19,7 +19,7 @@ from fleet.experiments.folder import CELL_FILE
 from fleet.partition import DealSettings, deal
 from tests.support.codes import has_code
 from tests.support.experiments import read_grid, write_file, written_experiment
-from tests.support.records import RUN, begin_run, evaluated
+from tests.support.records import RUN, begin_run, evaluated, trained
 from tests.support.tiny import TINY_MODEL
 
 CELL = GridCell(
@@ -56,6 +56,20 @@ def test_a_cell_has_means_over_devices_and_rounds(tmp_path: Path) -> None:
     assert result.bytes_down == pytest.approx(11_000_000 / 3)
     assert (result.epsilon, result.feature_epsilon, result.refusals, result.wall_s) == (1.5, None, 2, 3.0)
     assert result.generated_difference == 0.25
+
+
+def test_a_round_has_the_time_of_its_slowest_device(tmp_path: Path) -> None:
+    store = begin_run(tmp_path)
+    store.rounds.close(RUN, 2, SavedState({}, None, {}), {})
+    store.rounds.open(RUN, 3, ["a", "b"])
+    for device, train_s in (("a", 5.0), ("b", 2.0)):
+        trained(store, 3, device, train_s=train_s)
+        evaluated(store, 3, device, 1, 2)
+    store.rounds.close(RUN, 3, SavedState({}, None, {}), {})
+    store.rounds.close_evaluation(RUN, 3)
+    result = make_result(CELL, read_run(store, RUN), wall_s=3.0)
+    store.close()
+    assert [entry.longest_s for entry in result.rounds] == [None, None, 5.0]
 
 
 def test_a_cell_without_test_images_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ batch_size = 8
 epochs = 1
 lr = 0.05
 """
-MEASURED = ("wall_s", "took_s", "peak_rss_bytes", "bytes_up", "bytes_down")
+MEASURED = ("wall_s", "took_s", "longest_s", "peak_rss_bytes", "bytes_up", "bytes_down")
 """Figures that differ from run to run: messages hold times."""
 SCHEDULER = """
 import sys, time

@@ -544,10 +544,13 @@ def learning_curve(*means: float) -> CellResult:
     """An evaluation in every second round."""
     last = figures(means[-1])
     [entry] = last.rounds
-    rounds = [replace(entry, round=number, accuracy=None) for number in range(1, 2 * len(means) + 1)]
+    rounds = [replace(entry, round=number, accuracy=None, longest_s=2.0) for number in range(1, 2 * len(means) + 1)]
     for number, mean in enumerate(means, start=1):
         rounds[2 * number - 1] = replace(
-            entry, round=2 * number, accuracy=Accuracy(mean=mean, std_over_devices=0.1, weighted=mean)
+            entry,
+            round=2 * number,
+            accuracy=Accuracy(mean=mean, std_over_devices=0.1, weighted=mean),
+            longest_s=2.0,
         )
     return replace(last, rounds=rounds)
 
@@ -573,13 +576,14 @@ def test_report_has_late_averages_and_rounds_to_an_accuracy(tmp_path: Path) -> N
     assert entry.late == pytest.approx((0.5 + 0.6) / 2)
     assert entry.late_std == pytest.approx((0.1 + 0.2) / 2)
     assert (entry.rounds_to_target, other.rounds_to_target) == (6, None)
+    assert (entry.seconds_to_target, other.seconds_to_target) == ((4 + 8) * 2.0 / 2, None)
     [difference] = outcome.differences
     assert (difference.method, difference.reference) == ("fedavg", "eftvit")
     assert difference.mean == pytest.approx((0.1 + 0.5) / 2)
     table = markdown_report(outcome)
-    assert "| method | partition | mean of the last 4 rounds | ± evaluations | rounds to 0.5 |" in table
-    assert "| fedavg | even | 0.550 | 0.150 | 6 |" in table
-    assert "| eftvit | even | 0.350 | 0.050 | not reached |" in table
+    assert "| method | partition | mean of the last 4 rounds | ± evaluations | rounds to 0.5 | s of training |" in table
+    assert "| fedavg | even | 0.550 | 0.150 | 6 | 12 |" in table
+    assert "| eftvit | even | 0.350 | 0.050 | not reached | - |" in table
     assert "difference in accuracy to eftvit" in table
     assert "not reached" in html_report(outcome)
     assert "progress" not in markdown_report(make_outcome(read_grid(written(tmp_path, FILE)), []))

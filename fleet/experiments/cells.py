@@ -4,6 +4,7 @@ A search has cells of its own, which train and validate on training images alone
 values that the search chose.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -110,6 +111,8 @@ class Search(NamedTuple):
     partition: str
     points: tuple[SearchPoint, ...]
     rungs: tuple[Rung, ...]
+    beyond: int  # values that may be tried beyond each edge of an option
+    make_point: Callable[[Values], SearchPoint | None]  # None: the method refuses these values
 
 
 class Grid(NamedTuple):

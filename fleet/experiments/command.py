@@ -169,12 +169,13 @@ def _list(grid: Grid, out: Path, as_json: bool) -> None:
     cells, rounds = 0, 0
     for search in grid.searches:
         steps = " then ".join(f"{rung.points} for {rung.rounds} rounds" for rung in search.rungs) or "nothing to try"
-        chosen = search_state(search, schedule.over).chosen
+        state = search_state(search, schedule.over)
+        beyond = f", up to {search.beyond} beyond an edge" if search.beyond else ""
         click.echo(
-            f"{search.method}/{search.partition}: search among {len(search.points)} points: {steps}"
-            f"{f'; chosen: {as_text(chosen.values)}' if chosen else ''}"
+            f"{search.method}/{search.partition}: search among {len(search.points)} points: {steps}{beyond}"
+            f"{f'; chosen: {as_text(state.chosen.values)}' if state.chosen else ''}"
         )
-        planned = list_rounds(search)
+        planned = [*list_rounds(search), *(one.rounds for one in state.tries[len(search.points) :])]
         cells, rounds = cells + len(planned), rounds + sum(planned)
     total = schedule.total()
     click.echo(

@@ -1,8 +1,9 @@
 """Plans the grid of an experiment: complete configurations of every cell. It imports torch, which knows all options."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,12 +69,13 @@ def plan_grid(file: ExperimentFile) -> Grid:
     """Plan all cells of an experiment. Raises ConfigError naming file, key and what is allowed, and StorageFailed."""
     experiment, where = file.experiment, str(file.path)
     methods = _complete_methods(experiment, where)
+
+    def make_runs(name: str, values: Values) -> CellConfigs:
+        at = f"{where}: [methods.{name}]"
+        return _plan_runs(experiment, name, _complete_method(experiment, name, values, at).options, at)
+
     runs = {
-        name: [
-            (point.values, _plan_runs(experiment, name, point.options, f"{where}: [methods.{name}]"))
-            for point in points
-        ]
-        for name, points in methods.items()
+        name: [(point.values, make_runs(name, point.values)) for point in points] for name, points in methods.items()
     }
     _check_novel_options(experiment, methods, where)
     rules = {name: _complete_partition(name, table, where) for name, table in experiment.partitions.items()}
@@ -95,7 +97,7 @@ def plan_grid(file: ExperimentFile) -> Grid:
             if not tuned[method]
         ),
         searches=tuple(
-            _make_search(_Comparison(experiment, method, partition, rule, weights), points)
+            _make_search(_Comparison(experiment, method, partition, rule, weights), points, partial(make_runs, method))
             for partition, rule in rules.items()
             for method, points in runs.items()
             if tuned[method]
@@ -200,7 +202,9 @@ def _use_parts(deal: Deal, template: str) -> Deal:
     return replace(deal, parts=str(folder), parts_digest=digest_of(content))
 
 
-def _make_search(comparison: _Comparison, points: list[tuple[Values, CellConfigs]]) -> Search:
+def _make_search(
+    comparison: _Comparison, points: list[tuple[Values, CellConfigs]], make_runs: Callable[[Values], CellConfigs]
+) -> Search:
     experiment = comparison.experiment
     tuning = experiment.tuning or TuningTable()
     rungs = plan_rungs(len(points), tuning, experiment.rounds)
@@ -214,45 +218,47 @@ def _make_search(comparison: _Comparison, points: list[tuple[Values, CellConfigs
             for seed in tuning.seeds or experiment.seeds[:1]
         )
 
-    return Search(
-        comparison.method,
-        comparison.partition,
-        tuple(
-            SearchPoint(
-                values,
-                tuple(tries(values, runs, rung.rounds) for rung in rungs),
-                tuple(_make_cell(comparison, seed, runs) for seed in experiment.seeds),
-            )
-            for values, runs in points
-        ),
-        rungs,
-    )
+    def make(values: Values, runs: CellConfigs) -> SearchPoint:
+        return SearchPoint(
+            values,
+            tuple(tries(values, runs, rung.rounds) for rung in rungs),
+            tuple(_make_cell(comparison, seed, runs) for seed in experiment.seeds),
+        )
+
+    def make_point(values: Values) -> SearchPoint | None:
+        try:
+            return make(values, make_runs(values))
+        except ConfigError:
+            return None
+
+    made = tuple(make(values, runs) for values, runs in points)
+    return Search(comparison.method, comparison.partition, made, rungs, tuning.beyond, make_point)
 
 
 def _complete_methods(experiment: Experiment, where: str) -> dict[str, list[MethodPoint]]:
     """Complete the options of every method, for all values to search among."""
-    used: set[str] = set()
     complete: dict[str, list[MethodPoint]] = {}
     for name, table in experiment.methods.items():
         check_name(name, f"{where}: the method")
         at = f"{where}: [methods.{name}]"
-        method = divide_method(table, at)
-        try:
-            own_options = {option.name for option in fields(method_class(method.kind))}
-            common = {option: value for option, value in experiment.common.items() if option in own_options}
-            used |= common.keys()
-            complete[name] = [
-                MethodPoint(
-                    values,
-                    {"method": method.kind, **asdict(make_method(method.kind, {**common, **method.options, **values}))},
-                )
-                for values in list_points(method.tune)
-            ]
-        except ConfigError as error:
-            raise ConfigError(error.code, f"{at}: {error}") from None
+        points = list_points(divide_method(table, at).tune)
+        complete[name] = [_complete_method(experiment, name, values, at) for values in points]
+    used = {option for points in complete.values() for option in points[0].options}
     if unused := sorted(experiment.common.keys() - used):
         raise ConfigError("FV2107", f"{where}: [common]: none of the methods has an option {unused[0]!r}")
     return complete
+
+
+def _complete_method(experiment: Experiment, name: str, values: Values, where: str) -> MethodPoint:
+    """Complete a method's options for some values. Raises ConfigError."""
+    method = divide_method(experiment.methods[name], where)
+    try:
+        own_options = {option.name for option in fields(method_class(method.kind))}
+        common = {option: value for option, value in experiment.common.items() if option in own_options}
+        made = make_method(method.kind, {**common, **method.options, **values})
+    except ConfigError as error:
+        raise ConfigError(error.code, f"{where}: {error}") from None
+    return MethodPoint(values, {"method": method.kind, **asdict(made)})
 
 
 def _plan_runs(experiment: Experiment, name: str, method: Mapping[str, Any], where: str) -> CellConfigs:

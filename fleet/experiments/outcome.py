@@ -101,7 +101,7 @@ def _make_search(search: Search, state: SearchState) -> SearchOutcome:
         ],
         chosen=state.chosen.values if state.chosen else None,
         over=state.over,
-        at_edge=_at_edge(search, state.chosen.values) if state.chosen else {},
+        at_edge=_at_edge(state, state.chosen.values) if state.chosen else {},
     )
 
 
@@ -157,11 +157,11 @@ def _gains(reference: str, cells: Sequence[CellOutcome]) -> list[Gain]:
     ]
 
 
-def _at_edge(search: Search, chosen: Values) -> dict[str, str]:
+def _at_edge(state: SearchState, chosen: Values) -> dict[str, str]:
     """Options with numeric values of which the lowest or the highest was chosen."""
     edges = {}
     for option, value in chosen.items():
-        values = {point.values[option] for point in search.points}
+        values = {one.point.values[option] for one in state.tries}
         if len(values) > 1 and all(isinstance(one, int | float) and not isinstance(one, bool) for one in values):
             for name, edge in (("lowest", min(values)), ("highest", max(values))):
                 if value == edge:

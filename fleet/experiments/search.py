@@ -4,13 +4,14 @@ A rung of a search runs all remaining points; those with the highest mean valida
 for more rounds. The only state is the results of cells, so that a search resumes after `kill -9`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fleet.experiments.cells import Grid, GridCell, Search, SearchPoint
 from fleet.experiments.folder import CellFolder, FinishedCell
+from profiles.report.experiment import Values
 
 Ended = Mapping[str, FinishedCell]
 """Cells that have ended, by digest."""
@@ -51,8 +52,44 @@ def search_state(search: Search, ended: Ended) -> SearchState:
             return SearchState(tuple(tries), tuple(cells), (*list_rounds(search, number + 1), *own), None, over=False)
         ranked = {index: accuracy for index in left if (accuracy := tries[index].accuracy) is not None}
         left = sorted(ranked, key=ranked.__getitem__, reverse=True)
-    chosen = search.points[left[0]] if left else None
-    return SearchState(tuple(tries), chosen.cells if chosen else (), (), chosen, over=True)
+    if not left:
+        return SearchState(tuple(tries), (), (), None, over=True)
+    best = tries[left[0]]
+    while point := _find_point_beyond(search, best.point.values, [one.point.values for one in tries]):
+        last = len(search.rungs) - 1
+        tries.append(_try(point, last, search.rungs[last].rounds, ended))
+        if not all(_is_finished(cell, ended) for cell in point.tries[last]):
+            return SearchState(tuple(tries), point.tries[last], tuple(own), None, over=False)
+        if (tries[-1].accuracy or 0.0) > (best.accuracy or 0.0):
+            best = tries[-1]
+    return SearchState(tuple(tries), best.point.cells, (), best.point, over=True)
+
+
+def _find_point_beyond(search: Search, best: Values, tried: Sequence[Values]) -> SearchPoint | None:
+    """Find values to try where the best one of an option is the lowest or highest of all: the next one beyond it, by
+    the ratio of the outermost two in the file. None if there is none, or `search.beyond` of them were tried."""
+    for option, value in best.items():
+        given = [point.values[option] for point in search.points]
+        if not all(map(_is_positive, given)) or len(set(given)) < 2:
+            continue
+        ordered, whole = sorted(set(given)), all(isinstance(one, int) for one in given)
+        for edge, neighbour in ((ordered[0], ordered[1]), (ordered[-1], ordered[-2])):
+            further = {
+                one[option] for one in tried if (one[option] > edge) == (edge > neighbour) and one[option] != edge
+            }
+            outermost = max({edge, *further}) if edge > neighbour else min({edge, *further})
+            if value != outermost or len(further) >= search.beyond:
+                continue
+            next_value = value * edge / neighbour
+            wanted = {**best, option: round(next_value) if whole else float(f"{next_value:.4g}")}
+            if wanted not in tried and (point := search.make_point(wanted)):
+                return point
+    return None
+
+
+def _is_positive(value: Any) -> bool:
+    """Return whether an option's value is a number above zero."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def list_rounds(search: Search, first_rung: int = 0) -> list[int]:

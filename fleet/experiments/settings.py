@@ -51,6 +51,7 @@ class TuningTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rounds: Annotated[int, Meta(ge=1)] | None = None  # of the longest runs of a search; None: the experiment's
     seeds: Annotated[tuple[Seed, ...], Meta(min_length=1)] | None = None  # None: the first of the experiment's
     keep: Annotated[float, Meta(gt=0, le=0.5)] | None = None  # share of points in the next rung; None: a third
+    beyond: Annotated[int, Meta(ge=0)] = 0  # values beyond an edge that are tried while they are better than all others
 
 
 class NovelTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

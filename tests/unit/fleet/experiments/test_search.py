@@ -1,6 +1,7 @@
 """Searches for options of methods: what is tried, what is chosen, what runs again, and what the report says."""
 
 import io
+import math
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -208,6 +209,50 @@ class TestStanding:
         schedule = follow(grid, lambda cell: 0.6 if cell.run["options"]["lr"] == best else 0.5)
         (kept,) = keep_results(make_outcome(grid, schedule.over.values())).accuracies
         assert (kept.mean, kept.at_edge) == (0.6, at_edge)
+
+    @pytest.mark.parametrize(
+        ("best", "beyond", "tried", "at_edge"),
+        [
+            (0.1, 2, [], {}),
+            (0.2, 0, [], {"lr": "highest"}),
+            (0.4, 2, [0.4, 0.8], {}),
+            (3.2, 2, [0.4, 0.8], {"lr": "highest"}),
+            (0.02, 2, [0.01], {}),
+            (0.004, 2, [0.01, 0.005], {"lr": "lowest"}),
+            (0.0125, 3, [0.01, 0.005], {}),
+        ],
+    )
+    def test_values_beyond_an_edge_are_tried_while_they_are_better(
+        self, tmp_path: Path, best: float, beyond: int, tried: list[float], at_edge: dict[str, str]
+    ) -> None:
+        text = FILE.replace("[1e-6, 0.05, 50]", "[0.02, 0.04, 0.1, 0.2]") + f"\n[tuning]\nbeyond = {beyond}\n"
+        grid = read_grid(written_experiment(tmp_path, text))
+        schedule = follow(grid, lambda cell: 1 - abs(math.log(cell.run["options"]["lr"] / best)))
+        (search,) = make_outcome(grid, schedule.over.values()).searches
+        assert [one.values["lr"] for one in search.tried][4:] == tried
+        assert search.at_edge == at_edge
+        best_tried = min((one.values["lr"] for one in search.tried), key=lambda lr: abs(math.log(lr / best)))
+        assert search.chosen == {"lr": best_tried}
+        finished = [entry.cell.run["options"]["lr"] for entry in schedule.over.values() if not entry.cell.tried]
+        assert finished == [best_tried] * 2
+
+    @pytest.mark.parametrize("option", ["momentum = [0.5, 0.9]", "schedule = ['constant', 'cosine']"])
+    def test_values_that_a_method_refuses_are_not_tried(self, tmp_path: Path, option: str) -> None:
+        text = FILE.replace("momentum = 0.9\n", "").replace("lr = [1e-6, 0.05, 50]", option) + "[tuning]\nbeyond = 2\n"
+        grid = read_grid(written_experiment(tmp_path, text))
+        schedule = follow(grid, lambda cell: 0.6 if "0.9" in cell.path or "cosine" in cell.path else 0.5)
+        (search,) = make_outcome(grid, schedule.over.values()).searches
+        assert len(search.tried) == 2
+        assert search.chosen is not None
+
+    def test_each_option_has_values_beyond(self, tmp_path: Path) -> None:
+        """Whole numbers stay whole."""
+        text = FILE.replace("epochs = 2\n", "").replace("[1e-6, 0.05, 50]", "[0.1, 0.2], epochs = [2, 4]")
+        grid = read_grid(written_experiment(tmp_path, text + "\n[tuning]\nbeyond = 1\n"))
+        schedule = follow(grid, lambda cell: cell.run["options"]["lr"] / 10 + cell.run["options"]["epochs"] / 100)
+        (search,) = make_outcome(grid, schedule.over.values()).searches
+        assert [tuple(one.values.values()) for one in search.tried][4:] == [(0.4, 4), (0.4, 8)]
+        assert search.at_edge == {"lr": "highest", "epochs": "highest"}
 
     def test_single_value_needs_no_search(self, tmp_path: Path) -> None:
         grid = read_grid(written_experiment(tmp_path, FILE.replace("[1e-6, 0.05, 50]", "[0.05]")))

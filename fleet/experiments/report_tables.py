@@ -23,9 +23,8 @@ DIFFERENCES = (
     " not corrected for the number of comparisons"
 )
 PROGRESS = (
-    "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds to an"
-    " accuracy are those until the first evaluation that had it, where every seed reached it; s of training add up"
-    " the slowest device of each of these rounds"
+    "mean over seeds; ± evaluations is the population standard deviation over the evaluations of one run; rounds are"
+    " those until the first evaluation with the accuracy, where every seed reached it; s: of each one's slowest device"
 )
 GAINS = (
     'of single devices over the same device with the same seed, all seeds together; "ahead" is the share of devices'
@@ -324,8 +323,7 @@ def _study_rows(study: Study) -> Rows:
             next((point.accuracy for point in line.points if point.value == value), None) for line in study.lines
         ]
         known = [figure for figure in figures if figure is not None]
-        mean = fmean(known) if len(known) == len(figures) else None
-        means = [mean] if len(study.lines) > 1 else []
+        means = [fmean(known) if len(known) == len(figures) else None] if len(study.lines) > 1 else []
         rows.append((str(value), *map(_figure, [*figures, *study.levels.values(), *means])))
     return rows
 
@@ -342,9 +340,9 @@ def _progress_rows(outcome: ExperimentOutcome) -> Rows:
     rows = []
     for entry in outcome.comparisons if late or target else ():
         columns = [_figure(entry.late), _figure(entry.late_std)] if late else []
-        rounds = "not reached" if entry.rounds_to_target is None else f"{entry.rounds_to_target:g}"
-        seconds = "-" if entry.seconds_to_target is None else f"{entry.seconds_to_target:.3g}"
-        rows.append((entry.method, entry.partition, *columns, *([rounds, seconds] if target else [])))
+        rounds = entry.rounds_to_target
+        reached = ["not reached", "-"] if rounds is None else [f"{rounds:g}", _figure(entry.seconds_to_target)]
+        rows.append((entry.method, entry.partition, *columns, *(reached if target else [])))
     return rows
 
 

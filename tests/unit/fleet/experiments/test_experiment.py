@@ -582,7 +582,7 @@ def test_report_has_late_averages_and_rounds_to_an_accuracy(tmp_path: Path) -> N
     assert difference.mean == pytest.approx((0.1 + 0.5) / 2)
     table = markdown_report(outcome)
     assert "| method | partition | mean of the last 4 rounds | ± evaluations | rounds to 0.5 | s of training |" in table
-    assert "| fedavg | even | 0.550 | 0.150 | 6 | 12 |" in table
+    assert "| fedavg | even | 0.550 | 0.150 | 6 | 12.000 |" in table
     assert "| eftvit | even | 0.350 | 0.050 | not reached | - |" in table
     assert "difference in accuracy to eftvit" in table
     assert "not reached" in html_report(outcome)

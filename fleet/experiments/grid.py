@@ -70,13 +70,13 @@ def plan_grid(file: ExperimentFile) -> Grid:
     experiment, where = file.experiment, str(file.path)
     methods = _complete_methods(experiment, where)
 
-    def make_runs(name: str, values: Values) -> CellConfigs:
-        at = f"{where}: [methods.{name}]"
-        return _plan_runs(experiment, name, _complete_method(experiment, name, values, at).options, at)
+    def plan_runs(name: str, point: MethodPoint) -> CellConfigs:
+        return _plan_runs(experiment, name, point.options, f"{where}: [methods.{name}]")
 
-    runs = {
-        name: [(point.values, make_runs(name, point.values)) for point in points] for name, points in methods.items()
-    }
+    def make_runs(name: str, values: Values) -> CellConfigs:
+        return plan_runs(name, _complete_method(experiment, name, values, f"{where}: [methods.{name}]"))
+
+    runs = {name: [(point.values, plan_runs(name, point)) for point in points] for name, points in methods.items()}
     _check_novel_options(experiment, methods, where)
     rules = {name: _complete_partition(name, table, where) for name, table in experiment.partitions.items()}
     tuned = {name: read_tune(table) for name, table in experiment.methods.items()}

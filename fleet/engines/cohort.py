@@ -40,6 +40,7 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
+    one_after_another,
     one_by_one,
     skip_finished,
     with_precision,
@@ -234,7 +235,8 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.select_devices(slice(count))
-            runner = self._runner(run, count, fused=bool(self._settings.fused) and count == len(ends))
+            whole = count == len(ends) or not self._captures
+            runner = self._runner(run, count, fused=bool(self._settings.fused) and whole)
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -302,7 +304,10 @@ class Cohort:
             )
             batched = with_precision(batched, self._settings.precision, self._accelerator)
             batched = skip_finished(batched) if trains else batched
-            self._steps[key] = compiled(batched) if fused else batched
+            if fused:
+                batched = compiled(batched)
+                batched = batched if self._captures else one_after_another(batched)
+            self._steps[key] = batched
         return self._steps[key]
 
     # --- evaluation -----------------------------------------------------------------------------------

@@ -10,6 +10,6 @@ class TorchSettings(NamedTuple):
 
     accelerator: str  # torch device
     precision: ProductPrecision = "fp32"
-    fused: bool | None = None  # whether steps are compiled; None: on a GPU for long runs
+    fused: bool | None = None  # compile steps; None: on a GPU for long runs
     is_eager: bool = False  # one device after the other, by backward() and torch.optim
     checks_export: bool = False  # also export the graphs that real devices would run

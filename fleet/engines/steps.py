@@ -276,6 +276,19 @@ def _compiled(
     return torch.compile(module, fullgraph=True, dynamic=False, backend=backend, options=options), outputs
 
 
+def one_after_another(batched: BatchedStep) -> BatchedStep:
+    """The same step, called with one device at a time: one compiled function then serves any number of devices."""
+
+    def call(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
+        results = []
+        for device in range(len(batch[ACTIVE])):
+            parts = [{name: value[device, None] for name, value in part.items()} for part in (updated, own, batch)]
+            results.append(batched(parts[0], parts[1], common, parts[2], scalars))
+        return {name: torch.cat([result[name] for result in results]) for name in results[0]}
+
+    return call
+
+
 def to_numpy(tensors: Named) -> dict[str, Array]:
     """(D, ...) float32 tensors as numpy arrays, copied from the accelerator in one piece."""
     if not tensors:

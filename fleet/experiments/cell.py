@@ -178,7 +178,8 @@ def _train(cell: GridCell, out: Path, parts: Path, options: CellOptions, display
             values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         request = RunRequest(
             folders, values, out=out, run=name, at_once=options.at_once, engine=cell.engine, precision=cell.precision,
-            label=label, graph_cache=options.graph_cache, resume=True,
+            fused=None if cell.fused is UNSET else cell.fused, label=label, graph_cache=options.graph_cache,
+            resume=True,
         )  # fmt: skip
         return simulate(request, display).summary
 

@@ -20,8 +20,8 @@ from fleet.processes import PASSIVE_THREADS, STOP_S
 
 FORKS = multiprocessing.get_context("forkserver")
 IMPORTED = ["fleet.experiments.cell", "coordinator.record.migrations", "coordinator.rounds.modes.synchronous"]
-TRACED = "torch._dynamo"
-"""Module that cells of the engines of torch import when they trace a step."""
+TRACED, COMPILED = "torch._dynamo", "torch._inductor.compile_fx"
+"""Modules that cells of the engines of torch import when they trace a step, and when they compile one."""
 
 
 class CellProcess:
@@ -49,7 +49,8 @@ class CellProcess:
 
 def _start_server(cell: GridCell) -> None:
     """Start the process to fork from; if it runs, nothing changes."""
-    FORKS.set_forkserver_preload(IMPORTED if cell.engine == "onnx" else [*IMPORTED, TRACED])
+    more = [] if cell.engine == "onnx" else [COMPILED if cell.fused is True else TRACED]
+    FORKS.set_forkserver_preload([*IMPORTED, *more])
     before = dict(os.environ)
     os.environ |= {**PASSIVE_THREADS, **before, "PYTHONSAFEPATH": "1"}  # nothing is imported from the current folder
     try:

@@ -63,6 +63,7 @@ class GridCell(Struct, frozen=True, kw_only=True):
     run: dict[str, Any]  # a run's whole configuration
     engine: Engine = "onnx"
     precision: ProductPrecision = "fp32"
+    fused: bool | UnsetType = UNSET  # UNSET: for long runs on a GPU
     weights_digest: str | UnsetType = UNSET  # of the file of pretrained weights
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
     novel: NovelDevices | UnsetType = UNSET

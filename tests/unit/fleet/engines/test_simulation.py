@@ -95,6 +95,17 @@ def check_kept(calm: dict[str, Any], home: Path) -> None:
         assert all(np.array_equal(value, calm[f"kept/device-{number}/{name}"]) for name, value in own.items())
 
 
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_tensors(folders: list[Path], tmp_path: Path) -> None:
+    """Compiled by g++; up to rounding, which a codec of the largest values would not keep small."""
+    values = {**VALUES, "updates": {}}
+    plain = everything(run(folders, values, tmp_path / "plain"))
+    fused = everything(run(folders, values, tmp_path / "fused", fused=True))
+    named = [name for name, value in plain.items() if isinstance(value, np.ndarray)]
+    assert any(not np.array_equal(fused[name], plain[name]) for name in named)  # other sums: it was compiled
+    assert all(np.allclose(fused[name], plain[name], atol=1e-5) for name in named)
+
+
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_the_server_counts_the_steps_of_each_variant(engine: Engine, folders: list[Path], tmp_path: Path) -> None:
     """SCAFFOLD's c_i is -D_i / (K_i lr_i) after one round: the weighted sum of K_i lr_i c_i is the server's step.

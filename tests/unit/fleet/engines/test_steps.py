@@ -16,6 +16,7 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
+    one_after_another,
     skip_finished,
     to_numpy,
 )
@@ -76,6 +77,9 @@ def refuse_line(text: str) -> None:
 RUNNERS: dict[str, Callable[[BatchedStep, Tensor], Runner]] = {
     "captured": lambda batched, pixels: CapturedRunner(skip_finished(batched), pixels, BATCH, recorded=False),
     "compiled": lambda batched, pixels: Runner(compiled(skip_finished(batched), backend="eager"), pixels, BATCH),
+    "compiled, one device at a time": lambda batched, pixels: Runner(
+        one_after_another(compiled(skip_finished(batched), backend="eager")), pixels, BATCH
+    ),
 }
 
 

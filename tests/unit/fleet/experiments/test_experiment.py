@@ -611,6 +611,19 @@ def test_reference_is_a_method_of_the_file(tmp_path: Path) -> None:
         read_grid(written(tmp_path, 'reference = "fedavgg"\n' + FILE))
 
 
+def test_compiled_steps_need_the_engine_of_torch_and_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="fused = true is for engine = 'torch', not 'onnx'", check=has_code("FV2107")):
+        read_grid(written(tmp_path, "fused = true\n" + FILE))
+    file = written(tmp_path, 'fused = true\nengine = "torch"\n' + FILE)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="there is no 'no-such-compiler'", check=has_code("FV2107")):
+        read_grid(file)
+    monkeypatch.delenv("CXX")
+    assert {cell.fused for cell in read_grid(file).cells} == {True}
+
+
 @pytest.mark.slow
 def test_experiment_that_was_interrupted_is_resumed(
     tmp_path: Path, cache: Path, run_here: Callable[[Path, Path], ExperimentRun]

@@ -28,6 +28,12 @@ from fleet.experiments.settings import read_experiment
     "--only", multiple=True, metavar="METHOD/PARTITION", help="Only these cells; * stands for any. Repeatable."
 )
 @click.option("--keep", is_flag=True, help="Keep what devices stored, also of cells that are finished.")
+@click.option(
+    "--compile",
+    "compiles",
+    is_flag=True,
+    help="Compile steps of engine torch by g++: a minute, then about half of the time.",
+)
 @click.option("--dry-run", is_flag=True, help="Check the file, list the cells, run nothing.")
 @json_flag
 def experiment_command(file: Path, dataset: str | None, pretrained: str | None, **flags: Any) -> None:

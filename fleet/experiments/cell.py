@@ -19,7 +19,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from coordinator.compute.planning.batch import method_batch
-from coordinator.config import TrackersConfig
 from coordinator.record.record import Record, open_record
 from coordinator.rounds.cohort import select_uniform
 from coordinator.rounds.display import Display, View
@@ -33,7 +32,7 @@ from fedvit.logs import configure_logging
 from fedvit.methods.base import Images
 from fedvit.tensors import map_tensors
 from fleet.devices import device_folders
-from fleet.experiments.cells import GridCell
+from fleet.experiments.cells import CellOptions, GridCell
 from fleet.experiments.class_scores import score_classes
 from fleet.experiments.feature_attacks import attack_features
 from fleet.experiments.folder import (
@@ -61,15 +60,6 @@ NOVEL_DRAW = 2
 
 AT_A_TIME = 128
 """Images of the global test."""
-
-
-class CellOptions(NamedTuple):
-    """Options of running a cell; its outcome does not depend on them."""
-
-    at_once: int  # devices that compute at the same time
-    keep: bool = False  # what the devices stored, too; otherwise only the server's tensors and the record
-    metrics: TrackersConfig | None = None
-    graph_cache: Path | None = None
 
 
 class CellRuns(NamedTuple):
@@ -121,7 +111,7 @@ class ProgressWriter(Display):
             self._store.close()
 
 
-def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
+def run_cell(folder: Path, parts: Path, options: CellOptions, graph_cache: Path | None = None) -> None:
     """Run or resume the cell in `folder`, and write its result; of a search also that its values are unusable.
 
     Raises FedvitError.
@@ -132,12 +122,12 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
     watcher = ProgressWriter(folder)
     try:
         try:
-            runs = _train(cell, out, parts, options, watcher)
+            runs = _train(cell, out, parts, options, graph_cache, watcher)
         except (ConfigError, StorageFailed) as error:
             if not resumes or isinstance(error, NoRoom):
                 raise
             shutil.rmtree(out)  # of another version of the software
-            runs = _train(cell, out, parts, options, watcher)
+            runs = _train(cell, out, parts, options, graph_cache, watcher)
     except EmptyCohort as error:
         if cell.tried is UNSET:
             raise
@@ -169,17 +159,18 @@ def run_cell(folder: Path, parts: Path, options: CellOptions) -> None:
                     shutil.rmtree(out / run / name)
 
 
-def _train(cell: GridCell, out: Path, parts: Path, options: CellOptions, display: Display) -> CellRuns:
+def _train(
+    cell: GridCell, out: Path, parts: Path, options: CellOptions, graph_cache: Path | None, display: Display
+) -> CellRuns:
     """Run or resume the training, and after it the run of novel devices."""
 
     def run(name: str, folders: Sequence[Path], values: dict[str, Any], label: str) -> RunView:
-        values = {**values, "trackers": msgspec.to_builtins(options.metrics or TrackersConfig())}
+        values = {**values, "trackers": msgspec.to_builtins(options.metrics)}
         if not is_text_folder(folders[0]):  # some devices alone, as novel ones, may not have images of all classes
             values["classes"] = json.loads((parts / PARTITION_FILE).read_bytes())["classes"]
         request = RunRequest(
             folders, values, out=out, run=name, at_once=options.at_once, engine=cell.engine, precision=cell.precision,
-            fused=None if cell.fused is UNSET else cell.fused, label=label, graph_cache=options.graph_cache,
-            resume=True,
+            label=label, graph_cache=graph_cache, resume=True, fused=options.compiles or None,
         )  # fmt: skip
         return simulate(request, display).summary
 
@@ -304,14 +295,13 @@ def _make_round(entry: RoundView) -> RoundFigures:
 
 
 def main() -> None:
-    """Entry point of a cell's own process on a node; its arguments are those of `run_alone`."""
-    folder, parts, at_once, keep, metrics = sys.argv[1:]
-    trackers = msgspec.json.decode(metrics, type=TrackersConfig)
-    run_alone(Path(folder), Path(parts), int(at_once), bool(int(keep)), trackers)
+    """Entry point of a cell's own process on a node; its arguments are those of `run_alone`, options as JSON."""
+    folder, parts, options = sys.argv[1:]
+    run_alone(Path(folder), Path(parts), msgspec.json.decode(options, type=CellOptions))
 
 
-def run_alone(folder: Path, parts: Path, at_once: int, keep: bool, trackers: TrackersConfig) -> None:
+def run_alone(folder: Path, parts: Path, options: CellOptions) -> None:
     """Run the cell in `folder` as the only work of this process. Raises FedvitError."""
     torch.set_num_threads(1)  # the figures do not depend on the number of cells that run at the same time
     configure_logging(level=logging.WARNING)
-    run_cell(folder, parts, CellOptions(at_once, keep, trackers))
+    run_cell(folder, parts, options)

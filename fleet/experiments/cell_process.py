@@ -13,8 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 
-from coordinator.config import TrackersConfig
-from fleet.experiments.cells import GridCell
+from fleet.experiments.cells import CellOptions, GridCell
 from fleet.experiments.folder import LOG_FILE, CellFolder
 from fleet.processes import PASSIVE_THREADS, STOP_S
 
@@ -27,11 +26,11 @@ TRACED, COMPILED = "torch._dynamo", "torch._inductor.compile_fx"
 class CellProcess:
     """A cell in a process of its own, which ends with this process even by kill -9."""
 
-    def __init__(self, folder: CellFolder, *, at_once: int, keep: bool, metrics: TrackersConfig) -> None:
+    def __init__(self, folder: CellFolder, *, options: CellOptions) -> None:
         log = folder.folder / LOG_FILE
         log.write_bytes(b"")
-        _start_server(folder.cell)
-        arguments = (folder.folder, folder.parts, at_once, keep, metrics)
+        _start_server(folder.cell, options)
+        arguments = (folder.folder, folder.parts, options)
         self._process = FORKS.Process(target=_run, args=(log, dict(os.environ), arguments))
         self._process.start()
 
@@ -47,9 +46,9 @@ class CellProcess:
         self._process.join()
 
 
-def _start_server(cell: GridCell) -> None:
+def _start_server(cell: GridCell, options: CellOptions) -> None:
     """Start the process to fork from; if it runs, nothing changes."""
-    more = [] if cell.engine == "onnx" else [COMPILED if cell.fused is True else TRACED]
+    more = [] if cell.engine == "onnx" else [COMPILED if options.compiles else TRACED]
     FORKS.set_forkserver_preload([*IMPORTED, *more])
     before = dict(os.environ)
     os.environ |= {**PASSIVE_THREADS, **before, "PYTHONSAFEPATH": "1"}  # nothing is imported from the current folder
@@ -60,7 +59,7 @@ def _start_server(cell: GridCell) -> None:
         os.environ.update(before)
 
 
-def _run(log: Path, environment: Mapping[str, str], arguments: tuple[Path, Path, int, bool, TrackersConfig]) -> None:
+def _run(log: Path, environment: Mapping[str, str], arguments: tuple[Path, Path, CellOptions]) -> None:
     """Run a cell in a session of its own, so that Ctrl-C reaches only the process that started it."""
     os.setsid()
     Thread(target=_end_with_parent, daemon=True).start()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from coordinator.config import TrackersConfig
 from fedvit.blobs import digest_of
 from fedvit.roles import ProductPrecision
 from fleet.experiments.settings import Experiment
@@ -63,7 +64,6 @@ class GridCell(Struct, frozen=True, kw_only=True):
     run: dict[str, Any]  # a run's whole configuration
     engine: Engine = "onnx"
     precision: ProductPrecision = "fp32"
-    fused: bool | UnsetType = UNSET  # UNSET: for long runs on a GPU
     weights_digest: str | UnsetType = UNSET  # of the file of pretrained weights
     tried: Values | UnsetType = UNSET  # of a search: the values that this cell tries
     novel: NovelDevices | UnsetType = UNSET
@@ -88,6 +88,15 @@ class GridCell(Struct, frozen=True, kw_only=True):
     def rounds(self) -> int:
         """Rounds of the training."""
         return int(self.run["rounds"])
+
+
+class CellOptions(Struct, frozen=True, kw_only=True):
+    """Options of running a cell; its outcome does not depend on them, but for rounding."""
+
+    at_once: int  # devices that compute at the same time
+    keep: bool = False  # what the devices stored, too; otherwise only the server's tensors and the record
+    compiles: bool = False  # steps of the torch engine, in cells of any length
+    metrics: TrackersConfig = TrackersConfig()
 
 
 class SearchPoint(NamedTuple):

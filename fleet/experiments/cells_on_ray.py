@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from coordinator.config import TrackersConfig
 from coordinator.rounds.display import Display
 from fedvit.errors import ConfigError, FedvitError
 from fleet.clusters.cluster import Cluster, NodeLost, Reports
 from fleet.clusters.programs import ProgramJob, pack, unpack
 from fleet.clusters.resources import RayTable, Resources
+from fleet.experiments.cells import CellOptions
 from fleet.experiments.folder import LOG_FILE, PROGRESS_FILE, CellFolder
 
 MAX_RESTARTS = 3
@@ -25,13 +25,11 @@ NODE_BACK_S = 60.0
 class CellsOnRay:
     """Starts cells on the nodes of a cluster, as `launch` of `run_cells`."""
 
-    def __init__(
-        self, cluster: Cluster, table: RayTable, display: Display, *, keep: bool, metrics: TrackersConfig
-    ) -> None:
+    def __init__(self, cluster: Cluster, table: RayTable, display: Display, options: CellOptions) -> None:
         self.cluster = cluster
         self._table = table
         self._display = display
-        self._arguments = (str(int(keep)), msgspec.json.encode(metrics).decode())
+        self._options = options  # but for `at_once`, which the node's cores decide
         self._parts: dict[Path, Any] = {}
 
     def resources(self, folder: CellFolder) -> Resources:
@@ -49,11 +47,11 @@ class CellsOnRay:
         if folder.parts not in self._parts:
             self._parts[folder.parts] = self.cluster.ray.put(pack(folder.parts))
         needs = self.resources(folder)
-        at_once = str(max(1, int(needs.num_cpus)))
+        options = msgspec.structs.replace(self._options, at_once=max(1, int(needs.num_cpus)))
         job = ProgramJob(
             name=folder.cell.path,
             module="fleet.experiments.cell",
-            arguments=("work", "parts", at_once, *self._arguments),
+            arguments=("work", "parts", msgspec.json.encode(options).decode()),
             progress=PROGRESS_FILE,
             software=version("fedvit"),
         )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import NamedTuple
 
 import click
@@ -18,7 +19,7 @@ from fedvit.errors import ConfigError, FedvitError, StorageFailed
 from fedvit.files import atomic_write
 from fleet.clusters.cluster import connect
 from fleet.experiments.cell_process import CellProcess
-from fleet.experiments.cells import Grid, GridCell, Search, as_text
+from fleet.experiments.cells import CellOptions, Grid, GridCell, Search, as_text
 from fleet.experiments.cells_on_ray import CellsOnRay
 from fleet.experiments.folder import CellFolder
 from fleet.experiments.grid import plan_grid
@@ -27,6 +28,7 @@ from fleet.experiments.report import html_report, markdown_report, terminal_repo
 from fleet.experiments.scheduler import CellLauncher, run_cells
 from fleet.experiments.search import Schedule, list_rounds, search_state
 from fleet.experiments.settings import ExperimentFile
+from fleet.request import Engine
 from profiles.probes.host import usable_cores
 from profiles.report.console import Console
 from profiles.report.experiment import RESULTS_FILE, ExperimentOutcome
@@ -43,6 +45,7 @@ class ExperimentFlags(NamedTuple):
     address: str | None  # of a Ray cluster
     only: tuple[str, ...]
     keep: bool
+    compiles: bool
     dry_run: bool
     as_json: bool
 
@@ -52,6 +55,8 @@ def run_experiment(file: ExperimentFile, flags: ExperimentFlags) -> None:
     grid = plan_grid(file)
     out = flags.out or Path("experiments") / grid.name
     selection = select_cells(grid, flags.only)
+    if flags.compiles:
+        _check_compiler(grid.experiment.engine)
     if flags.dry_run:
         _list(selection, out, flags.as_json)
         return
@@ -107,14 +112,14 @@ def _launcher(
     grid: Grid, folders: list[CellFolder], display: Display, flags: ExperimentFlags
 ) -> Iterator[CellLauncher]:
     """Launch cells in processes of this machine, or on a cluster. Raises ConfigError, LinkDown."""
-    metrics = grid.experiment.trackers
+    jobs = flags.jobs or 1
+    cores = max(1, usable_cores() // jobs)
+    options = CellOptions(at_once=cores, keep=flags.keep, compiles=flags.compiles, metrics=grid.experiment.trackers)
     if flags.address is None:
-        jobs = flags.jobs or 1
-        cores = max(1, usable_cores() // jobs)
-        yield CellLauncher(partial(CellProcess, at_once=cores, keep=flags.keep, metrics=metrics), jobs, jobs)
+        yield CellLauncher(partial(CellProcess, options=options), jobs, jobs)
         return
     with connect(flags.address) as cluster:
-        cells = CellsOnRay(cluster, grid.experiment.ray, display, keep=flags.keep, metrics=metrics)
+        cells = CellsOnRay(cluster, grid.experiment.ray, display, options)
         waiting = [folder for folder in folders if folder.result() is None]
         cells.check(waiting)
         at_once = cluster.at_once([cells.resources(folder) for folder in waiting])
@@ -140,6 +145,13 @@ def select_cells(grid: Grid, only: tuple[str, ...]) -> Grid:
     return grid._replace(
         cells=tuple(filter(is_selected, grid.cells)), searches=tuple(filter(is_selected, grid.searches))
     )
+
+
+def _check_compiler(engine: Engine) -> None:
+    if engine != "torch":
+        raise ConfigError("FV2102", f"--compile is for an experiment with engine = 'torch', not {engine!r}")
+    if not which(compiler := os.environ.get("CXX", "g++")):
+        raise ConfigError("FV2102", f"--compile needs a C++ compiler, and there is no {compiler!r}")
 
 
 def write_results(outcome: ExperimentOutcome, out: Path) -> None:

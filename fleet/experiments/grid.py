@@ -147,7 +147,6 @@ def _make_cell(
         run={**runs.training, "seed": seed},
         engine=experiment.engine,
         precision=experiment.precision,
-        fused=UNSET if experiment.fused is None else experiment.fused,
         weights_digest=comparison.weights_digest,
         tried=tried,
         novel=novel,

@@ -1,10 +1,8 @@
 """The file of an experiment: its tables, and the checks that need no torch."""
 
-import os
 from collections.abc import Collection
 from itertools import product
 from pathlib import Path
-from shutil import which
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -102,7 +100,6 @@ class Experiment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: dict[str, Any] = field(default_factory=dict)  # other keys of a run's configuration
     engine: Engine = "onnx"  # what computes the devices' part
     precision: ProductPrecision = "fp32"  # of products, in the torch engine
-    fused: bool | None = None  # compile the torch engine's steps; None: for long runs on a GPU
     trackers: TrackersConfig = field(default_factory=TrackersConfig)  # where they are written; no outcome depends on it
     ray: RayTable = field(default_factory=RayTable)  # needs of a cell on a node, with --ray; no outcome depends on it
 
@@ -256,10 +253,6 @@ def _check_settings(experiment: Experiment, where: str) -> None:
         hint = suggest_names(experiment.reference, list(experiment.methods), "methods are")
         raise ConfigError("FV2107", f"{where}: reference = {experiment.reference!r} is no method of the file{hint}")
     _check_across(experiment, where)
-    if experiment.fused and experiment.engine != "torch":
-        raise ConfigError("FV2107", f"{where}: fused = true is for engine = 'torch', not {experiment.engine!r}")
-    if experiment.fused and not which(compiler := os.environ.get("CXX", "g++")):
-        raise ConfigError("FV2107", f"{where}: fused = true needs a C++ compiler, and there is no {compiler!r}")
     if experiment.novel and experiment.novel.devices >= experiment.devices:
         raise ConfigError(
             "FV2107",

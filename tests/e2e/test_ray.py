@@ -23,7 +23,8 @@ from fedvit.errors import ConfigError, LinkDown
 from fleet.cli import cli
 from fleet.clusters.cluster import connect
 from fleet.devices import virtual_devices
-from fleet.experiments.cell import CellOptions, run_cell
+from fleet.experiments.cell import run_cell
+from fleet.experiments.cells import CellOptions
 from fleet.experiments.folder import CellFolder
 from fleet.experiments.scheduler import Dealer
 from fleet.request import RunRequest
@@ -201,7 +202,7 @@ def test_a_cell_resumes_when_its_node_is_gone_and_another_is_killed(
     calm = CellFolder(place.cell, stage.folder / "calm")
     Dealer().deal(calm)
     calm.begin()
-    run_cell(calm.folder, calm.parts, CellOptions(2, graph_cache=graph_cache))
+    run_cell(calm.folder, calm.parts, CellOptions(at_once=2), graph_cache)
     expected, found = calm.result(), place.result()
     assert expected is not None
     assert found is not None

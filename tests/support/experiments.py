@@ -11,7 +11,8 @@ from coordinator.config import TrackersConfig
 from coordinator.record.record import open_record
 from coordinator.record.rounds import RecordedRounds
 from coordinator.rounds.display import Display
-from fleet.experiments.cell import CellOptions, run_cell
+from fleet.experiments.cell import run_cell
+from fleet.experiments.cells import CellOptions
 from fleet.experiments.folder import LOG_FILE, CellFolder, FinishedCell
 from fleet.experiments.grid import Grid, plan_grid
 from fleet.experiments.kept_results import KeptDifference
@@ -52,7 +53,7 @@ class Here:
         ran.append(folder.cell.path)
         self._code = 0
         try:
-            run_cell(folder.folder, folder.parts, CellOptions(1, metrics=metrics, graph_cache=graph_cache))
+            run_cell(folder.folder, folder.parts, CellOptions(at_once=1, metrics=metrics), graph_cache)
         except Exception as error:  # noqa: BLE001 - as it would leave a process
             (folder.folder / LOG_FILE).write_text(f"Traceback\n{type(error).__name__}: {error}\n")
             self._code = 1

@@ -13,8 +13,8 @@ from fedvit.errors import ConfigError, DiskFull
 from fedvit.models import SMALL, build_vit
 from fedvit.tensors import pack
 from fleet.datasets.digits import read_digits
-from fleet.experiments.cell import CellOptions, generic_accuracy, make_result, run_cell
-from fleet.experiments.cells import SCHEMA, Deal, GridCell
+from fleet.experiments.cell import generic_accuracy, make_result, run_cell
+from fleet.experiments.cells import SCHEMA, CellOptions, Deal, GridCell
 from fleet.experiments.folder import CELL_FILE
 from fleet.partition import DealSettings, deal
 from tests.support.codes import has_code

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.config import TrackersConfig
 from fleet.experiments.cell_process import CellProcess
+from fleet.experiments.cells import CellOptions
 from fleet.experiments.folder import LOG_FILE, CellFolder
 from fleet.experiments.scheduler import Dealer
 from fleet.processes import program
@@ -58,7 +58,7 @@ def make_folder(out: Path, old: str = "", new: str = "") -> CellFolder:
 
 def start(out: Path, old: str = "", new: str = "") -> CellProcess:
     """Start the file's only cell."""
-    return CellProcess(make_folder(out, old, new), at_once=1, keep=False, metrics=TrackersConfig())
+    return CellProcess(make_folder(out, old, new), options=CellOptions(at_once=1))
 
 
 def read_figures(folder: CellFolder) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def test_result_is_that_of_a_new_process(tmp_path: Path, monkeypatch: pytest.Mon
     forked, fresh = make_folder(tmp_path / "forked"), make_folder(tmp_path / "fresh")
     (tmp_path / "export.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    job = CellProcess(forked, at_once=1, keep=False, metrics=TrackersConfig())
-    arguments = [str(fresh.folder), str(fresh.parts), "1", "0", msgspec.json.encode(TrackersConfig()).decode()]
+    job = CellProcess(forked, options=CellOptions(at_once=1))
+    arguments = [str(fresh.folder), str(fresh.parts), msgspec.json.encode(CellOptions(at_once=1)).decode()]
     subprocess.run([*program("fleet.experiments.cell"), *arguments], check=True)
     wait_until(lambda: job.code() is not None, "the cell's end")
     job.stop()
@@ -89,7 +89,7 @@ def test_failure_is_the_last_line_of_its_log(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     (folder.parts / "device-0").rename(folder.parts / "first")
     (folder.parts / "device-1").rename(folder.parts / "second")
-    job = CellProcess(folder, at_once=1, keep=False, metrics=TrackersConfig())
+    job = CellProcess(folder, options=CellOptions(at_once=1))
     wait_until(lambda: job.code() is not None, "the cell's end")
     assert job.code() == 1
     assert "make them with `fleet partition" in folder.failure(1)

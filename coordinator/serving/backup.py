@@ -349,19 +349,22 @@ class BackupFolder:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder that a backup has."""
-    for path in sorted(folder.iterdir()):
-        try:
-            is_run = (path / BLOBS).is_dir()  # a run may have any name, also "run"
-        except PermissionError:
-            log.warning("a folder of another user is not in the backup", extra={"path": str(path)})
-            continue
-        if (path.name in _SKIPPED and not is_run) or path.name.startswith(WRITING) or path.is_symlink():
-            continue
-        if path.is_dir():
-            yield from _walk(path)
-        elif path.is_file() and not path.name.endswith(_SKIPPED_ENDS):
-            yield path
+    """Yield the files below a folder that a backup has; folders that a run removes meanwhile are left out."""
+
+    def warn(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            log.warning("a folder of another user is not in the backup", extra={"path": error.filename})
+
+    for home, folders, names in os.walk(folder, onerror=warn):
+        runs = {name for name in _SKIPPED & {*folders} if os.path.isdir(Path(home, name, BLOBS))}
+        folders[:] = [name for name in folders if _is_kept(name) or name in runs]
+        for path in (Path(home, name) for name in names if _is_kept(name) and not name.endswith(_SKIPPED_ENDS)):
+            if os.path.isfile(path) and not path.is_symlink():
+                yield path
+
+
+def _is_kept(name: str) -> bool:
+    return name not in _SKIPPED and not name.startswith(WRITING)
 
 
 def _open_private(path: str, flags: int) -> int:

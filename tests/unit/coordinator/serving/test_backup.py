@@ -195,6 +195,23 @@ def test_folder_of_another_user_is_left_out(runs: Path, tmp_path: Path, monkeypa
     assert "runs/r/model.safetensors" in BackupFolder(tmp_path / "backups").make(runs, None).files
 
 
+def test_folder_that_a_run_removes_meanwhile_is_left_out(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, keep = runs / "r" / "old", BackupFolder._keep
+    old.mkdir()
+    (old / "model.safetensors").write_bytes(b"tensors")
+
+    def keep_then_remove(self: BackupFolder, path: Path, digest: str | None = None) -> BackedUpFile:
+        shutil.rmtree(old, ignore_errors=True)
+        return keep(self, path, digest)
+
+    monkeypatch.setattr(BackupFolder, "_keep", keep_then_remove)
+    files = BackupFolder(tmp_path / "backups").make(runs, None).files
+    assert "runs/r/model.safetensors" in files
+    assert "runs/r/old/model.safetensors" not in files
+
+
 @pytest.mark.parametrize("name", ["run", "broker", "notes", "lock"])
 def test_run_with_the_name_of_a_file_of_ours_is_kept(name: str, runs: Path, tmp_path: Path) -> None:
     (runs / "r").rename(runs / name)

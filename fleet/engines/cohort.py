@@ -40,7 +40,6 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
-    one_after_another,
     one_by_one,
     skip_finished,
     with_precision,
@@ -235,8 +234,9 @@ class Cohort:
         first = 0
         for count, last in self._segments(ends):
             work = work.select_devices(slice(count))
-            whole = count == len(ends) or not self._captures
-            runner = self._runner(run, count, fused=bool(self._settings.fused) and whole)
+            # on a GPU each number of devices would be compiled anew; elsewhere it is one device at a time
+            fused = bool(self._settings.fused) and (count == len(ends) or not self._captures)
+            runner = self._runner(run, count, fused=fused)
             work.updated = runner.run(work, first, last, losses, keep if phase.collect else None)
             first, left = last, self._device_count(ends, last)
             pieces.append({name: value[left:] for name, value in work.updated.items() if name.startswith("tensor/")})
@@ -297,17 +297,16 @@ class Cohort:
     ) -> BatchedStep:
         key = (*purpose, fused)
         if key not in self._steps:
-            batched = (
-                one_by_one(name_errors(step(), *purpose))
-                if self._settings.is_eager
-                else batched_step(step(), self._log)
-            )
-            batched = with_precision(batched, self._settings.precision, self._accelerator)
+            made = step()
+            precise = partial(with_precision, precision=self._settings.precision, accelerator=self._accelerator)
+            if self._settings.is_eager:
+                batched = precise(one_by_one(name_errors(made, *purpose)))
+            elif fused and not self._captures:  # one function serves any number of devices
+                batched = one_by_one(compiled(precise(made)))
+            else:
+                batched = precise(batched_step(made, self._log))
             batched = skip_finished(batched) if trains else batched
-            if fused:
-                batched = compiled(batched)
-                batched = batched if self._captures else one_after_another(batched)
-            self._steps[key] = batched
+            self._steps[key] = compiled(batched) if fused and self._captures else batched
         return self._steps[key]
 
     # --- evaluation -----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ It is the function that is traced into the graph of a device (`fedvit.methods.st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ Named = dict[str, Tensor]
 BatchedStep = Callable[[Named, Named, Named, Named, Named], Named]
 """(updated tensors, each device's own, common, batch, scalars) -> the step's outputs. The first, second and fourth, and
 the outputs, have an axis of devices in front."""
+StepForm = TypeVar("StepForm", Step, BatchedStep)
 
 
 def batched_step(step: Step, log: Callable[[str], None]) -> BatchedStep:
@@ -106,14 +107,14 @@ def skip_finished(batched: BatchedStep) -> BatchedStep:
     return call
 
 
-def with_precision(batched: BatchedStep, precision: ProductPrecision, accelerator: torch.device) -> BatchedStep:
+def with_precision(step: StepForm, precision: ProductPrecision, accelerator: torch.device) -> StepForm:
     """The step with its products in a precision."""
 
     def call(*parts: Named) -> Named:
         with products_in(precision, accelerator):
-            return batched(*parts)
+            return step(*parts)
 
-    return call
+    return cast(StepForm, call)
 
 
 After = Callable[[int, Named], None]
@@ -242,7 +243,7 @@ class CapturedRunner(Runner):
         self._outputs = {name: value for name, value in outputs.items() if name.startswith("collect/")}
 
 
-def compiled(batched: BatchedStep, backend: str = "inductor") -> BatchedStep:
+def compiled(step: StepForm, backend: str = "inductor") -> StepForm:
     """The same function as fused kernels, compiled at the first call with tensors of given shapes."""
     made: dict[tuple[object, ...], tuple[Callable[..., list[Tensor]], list[str]]] = {}
 
@@ -251,21 +252,21 @@ def compiled(batched: BatchedStep, backend: str = "inductor") -> BatchedStep:
         flat = [value for part in parts for value in part.values()]
         key = tuple((tuple(value.shape), value.dtype) for value in flat)
         if key not in made:
-            made[key] = _compiled(batched, names, flat, backend)
+            made[key] = _compiled(step, names, flat, backend)
         function, outputs = made[key]
         return dict(zip(outputs, function(*flat), strict=True))
 
-    return call
+    return cast(StepForm, call)
 
 
 def _compiled(
-    batched: BatchedStep, names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
+    step: Callable[..., Named], names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
 ) -> tuple[Callable[..., list[Tensor]], list[str]]:
     outputs: list[str] = []
 
     def flat(*values: Tensor) -> list[Tensor]:
         left = iter(values)
-        results = batched(*({name: next(left) for name in part} for part in names))
+        results = step(*({name: next(left) for name in part} for part in names))
         outputs[:] = results
         return list(results.values())
 
@@ -274,19 +275,6 @@ def _compiled(
     # products of 65 tokens, for instance, are several times slower on a GPU than those of 72
     options: dict[str, Any] | None = {"force_shape_pad": True} if backend == "inductor" else None
     return torch.compile(module, fullgraph=True, dynamic=False, backend=backend, options=options), outputs
-
-
-def one_after_another(batched: BatchedStep) -> BatchedStep:
-    """The same step, called with one device at a time: one compiled function then serves any number of devices."""
-
-    def call(updated: Named, own: Named, common: Named, batch: Named, scalars: Named) -> Named:
-        results = []
-        for device in range(len(batch[ACTIVE])):
-            parts = [{name: value[device, None] for name, value in part.items()} for part in (updated, own, batch)]
-            results.append(batched(parts[0], parts[1], common, parts[2], scalars))
-        return {name: torch.cat([result[name] for result in results]) for name in results[0]}
-
-    return call
 
 
 def to_numpy(tensors: Named) -> dict[str, Array]:

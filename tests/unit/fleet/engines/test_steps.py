@@ -16,7 +16,7 @@ from fleet.engines.steps import (
     Runner,
     batched_step,
     compiled,
-    one_after_another,
+    one_by_one,
     skip_finished,
     to_numpy,
 )
@@ -77,8 +77,8 @@ def refuse_line(text: str) -> None:
 RUNNERS: dict[str, Callable[[BatchedStep, Tensor], Runner]] = {
     "captured": lambda batched, pixels: CapturedRunner(skip_finished(batched), pixels, BATCH, recorded=False),
     "compiled": lambda batched, pixels: Runner(compiled(skip_finished(batched), backend="eager"), pixels, BATCH),
-    "compiled, one device at a time": lambda batched, pixels: Runner(
-        one_after_another(compiled(skip_finished(batched), backend="eager")), pixels, BATCH
+    "compiled for one device": lambda _, pixels: Runner(
+        skip_finished(one_by_one(compiled(step, backend="eager"))), pixels, BATCH
     ),
 }
 

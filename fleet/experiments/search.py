@@ -122,6 +122,7 @@ class Schedule:
         self._grid, self._out = grid, out
         self.over = {entry.cell.digest: entry for entry in over}
         self.cells = {digest: entry.cell for digest, entry in self.over.items()}  # that could run so far
+        self._ahead: list[tuple[str, int]] | None = None  # None: not computed since a cell has ended
 
     def take_runnable(self) -> list[CellFolder]:
         """Return the cells that can run now, each one once; those of searches first."""
@@ -133,15 +134,18 @@ class Schedule:
     def add(self, entry: FinishedCell) -> list[CellFolder]:
         """Add a cell that has ended, and return the cells that can run now."""
         self.over[entry.cell.digest] = entry
+        self._ahead = None
         return self.take_runnable()
 
     def ahead(self) -> list[tuple[str, int]]:
         """Method and rounds of each cell that will be able to run later."""
-        return [
-            (search.method, rounds)
-            for search in self._grid.searches
-            for rounds in search_state(search, self.over).ahead
-        ]
+        if self._ahead is None:  # a display asks several times a second
+            self._ahead = [
+                (search.method, rounds)
+                for search in self._grid.searches
+                for rounds in search_state(search, self.over).ahead
+            ]
+        return self._ahead
 
     def total(self) -> int:
         """Cells that could run so far, and those that will follow."""

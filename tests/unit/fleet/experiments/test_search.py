@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fedvit.errors import ConfigError
 from fleet.commands.experiment import experiment_command
-from fleet.experiments.cells import Grid, GridCell, as_text
+from fleet.experiments.cells import Grid, GridCell, SearchPoint, as_text
 from fleet.experiments.command import select_cells
 from fleet.experiments.folder import RESULT_FILE, CellFolder, FinishedCell
 from fleet.experiments.kept_results import keep_results
@@ -24,6 +24,7 @@ from fleet.experiments.outcome import make_outcome, mean_interval
 from fleet.experiments.report import html_report, markdown_report, terminal_report
 from fleet.experiments.scheduler import Dealer
 from fleet.experiments.search import Schedule, list_rounds, search_state
+from profiles.report.experiment import Values
 from tests.support.codes import has_code
 from tests.support.experiments import (
     ExperimentRun,
@@ -235,6 +236,21 @@ class TestStanding:
         assert search.chosen == {"lr": best_tried}
         finished = [entry.cell.run["options"]["lr"] for entry in schedule.over.values() if not entry.cell.tried]
         assert finished == [best_tried] * 2
+
+    def test_what_is_ahead_is_computed_once_for_each_ending(self, tmp_path: Path) -> None:
+        """A display asks several times a second, and a point beyond an edge takes a whole configuration."""
+        grid = read_grid(written_experiment(tmp_path, FILE + "\n[tuning]\nbeyond = 1\n"))
+        made: list[Values] = []
+
+        def make_point(values: Values) -> SearchPoint | None:
+            made.append(values)
+            return grid.searches[0].make_point(values)
+
+        counted = grid._replace(searches=(grid.searches[0]._replace(make_point=make_point),))
+        schedule = follow(counted, lambda cell: float(cell.run["options"]["lr"]))
+        before = schedule.ahead(), len(made)
+        assert made
+        assert (schedule.ahead(), len(made)) == before
 
     @pytest.mark.parametrize("option", ["momentum = [0.5, 0.9]", "schedule = ['constant', 'cosine']"])
     def test_values_that_a_method_refuses_are_not_tried(self, tmp_path: Path, option: str) -> None:

@@ -39,7 +39,7 @@ from fleet.engines.steps import (
     Named,
     Runner,
     batched_step,
-    compiled,
+    compile_step,
     one_by_one,
     skip_finished,
     with_precision,
@@ -302,11 +302,11 @@ class Cohort:
             if self._settings.is_eager:
                 batched = precise(one_by_one(name_errors(made, *purpose)))
             elif fused and not self._captures:  # one function serves any number of devices
-                batched = one_by_one(compiled(precise(made)))
+                batched = one_by_one(compile_step(precise(made)))
             else:
                 batched = precise(batched_step(made, self._log))
             batched = skip_finished(batched) if trains else batched
-            self._steps[key] = compiled(batched) if fused and self._captures else batched
+            self._steps[key] = compile_step(batched) if fused and self._captures else batched
         return self._steps[key]
 
     # --- evaluation -----------------------------------------------------------------------------------

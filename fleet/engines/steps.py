@@ -243,8 +243,8 @@ class CapturedRunner(Runner):
         self._outputs = {name: value for name, value in outputs.items() if name.startswith("collect/")}
 
 
-def compiled(step: StepForm, backend: str = "inductor") -> StepForm:
-    """The same function as fused kernels, compiled at the first call with tensors of given shapes."""
+def compile_step(step: StepForm, backend: str = "inductor") -> StepForm:
+    """Compile a step into fused kernels, at the first call with tensors of given shapes."""
     made: dict[tuple[object, ...], tuple[Callable[..., list[Tensor]], list[str]]] = {}
 
     def call(*parts: Named) -> Named:
@@ -252,14 +252,14 @@ def compiled(step: StepForm, backend: str = "inductor") -> StepForm:
         flat = [value for part in parts for value in part.values()]
         key = tuple((tuple(value.shape), value.dtype) for value in flat)
         if key not in made:
-            made[key] = _compiled(step, names, flat, backend)
+            made[key] = _compile_for(step, names, flat, backend)
         function, outputs = made[key]
         return dict(zip(outputs, function(*flat), strict=True))
 
     return cast(StepForm, call)
 
 
-def _compiled(
+def _compile_for(
     step: Callable[..., Named], names: Sequence[Sequence[str]], examples: Sequence[Tensor], backend: str
 ) -> tuple[Callable[..., list[Tensor]], list[str]]:
     outputs: list[str] = []

@@ -15,7 +15,7 @@ from fleet.engines.steps import (
     Named,
     Runner,
     batched_step,
-    compiled,
+    compile_step,
     one_by_one,
     skip_finished,
     to_numpy,
@@ -76,9 +76,9 @@ def refuse_line(text: str) -> None:
 
 RUNNERS: dict[str, Callable[[BatchedStep, Tensor], Runner]] = {
     "captured": lambda batched, pixels: CapturedRunner(skip_finished(batched), pixels, BATCH, recorded=False),
-    "compiled": lambda batched, pixels: Runner(compiled(skip_finished(batched), backend="eager"), pixels, BATCH),
+    "compiled": lambda batched, pixels: Runner(compile_step(skip_finished(batched), backend="eager"), pixels, BATCH),
     "compiled for one device": lambda _, pixels: Runner(
-        skip_finished(one_by_one(compiled(step, backend="eager"))), pixels, BATCH
+        skip_finished(one_by_one(compile_step(step, backend="eager"))), pixels, BATCH
     ),
 }
 

@@ -32,7 +32,7 @@ from fleet.experiments.settings import read_experiment
     "--compile",
     "compiles",
     is_flag=True,
-    help="Compile steps of engine torch by g++: a minute, then about half of the time.",
+    help="Compile steps of engine torch by g++: takes a minute or two, and speeds up long runs of small models.",
 )
 @click.option("--dry-run", is_flag=True, help="Check the file, list the cells, run nothing.")
 @json_flag

@@ -12,7 +12,7 @@ FROM ?= $(shell git describe --tags --abbrev=0 2> /dev/null)
 # the tests start thousands of processes, and each would compile what it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-slow test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler python-apt nats rabbitmq azurite arm arm-torch kernels methods errors verdicts constraints clean
+.PHONY: install demo test test-slow test-thorough test-method test-mixed test-brokers test-stores coverage lint check wheel dist audit docs own-graphs backbones boards power-cuts mosquitto postgresql prometheus chromium compiler cross-compiler python-apt nats rabbitmq azurite arm arm-torch kernels methods errors verdicts constraints clean
 
 install: $(VENV)/.installed
 
@@ -34,6 +34,10 @@ test: install mosquitto postgresql prometheus chromium compiler
 
 test-slow: install mosquitto postgresql prometheus chromium compiler python-apt
 	@$(BIN)/python -m pytest -q -n $(WORKERS) -m slow
+
+# the same with as many kills, faults and seeds as a release needs
+test-thorough:
+	@FEDVIT_THOROUGH=1 $(MAKE) --no-print-directory test-slow
 
 # the contracts of one method, also of an installed package: make test-method METHOD=NAME
 test-method: install

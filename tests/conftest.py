@@ -96,6 +96,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which tests were not begun, as FEDVIT_TESTS_UNTIL was over."""
+    session = config.pluginmanager.get_plugin("dsession")
+    if left_out := getattr(getattr(session, "sched", None), "left_out", ()):
+        terminalreporter.section(f"out of time: {len(left_out)} groups of tests did not run")
+        terminalreporter.line("\n".join(left_out))
+
+
 @pytest.fixture(autouse=True)
 def signals() -> None:
     """A command that an earlier test ran in this process has left its handlers of Ctrl-C and SIGTERM."""

@@ -9,11 +9,11 @@ import pytest
 
 from fedvit.errors import ConfigError
 from tests.e2e.test_deployment import join_device, make_deployment
+from tests.support.draws import choose_count
 from tests.support.programs import CONFIG, DEVICES, ROUNDS, Stage, said, wait_for
 
 VALUES = {**CONFIG, "method": "fedavg", "options": {"epochs": 4, "batch_size": 8, "lr": 1e-3}}
 """A method without personal tensors: on devices these would have moved on since the backup (docs/survival.md)."""
-CASES = [pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(20)]
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def calm(calm_run: Callable[..., bytes]) -> bytes:
     return calm_run("calm-without-personal-tensors", VALUES)
 
 
-@pytest.mark.parametrize("seed", CASES)
+@pytest.mark.parametrize("seed", range(choose_count(4, 20)))
 @pytest.mark.slow
 def test_run_continues_from_a_backup_bit_for_bit(stage: Stage, calm: bytes, seed: int) -> None:
     """The backup is made at a drawn moment; later the coordinator is killed, and its folder is lost."""

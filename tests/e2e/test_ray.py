@@ -246,7 +246,8 @@ def test_a_run_ends_when_a_node_is_gone(nodes: Nodes, stage: Stage, graph_cache:
     shown = stage.show()
     assert [entry["accepted"] for entry in shown["rounds"]] == [6] * 3
     run = stage.out / "run"
-    assert (run / "coordinator.log").read_text().count("device joined") == 6 + 3
+    # three devices of a host; ray may have put both hosts on the node that ends
+    assert (run / "coordinator.log").read_text().count("device joined") in (6 + 3, 6 + 6)
     assert sorted(path.name for path in (run / "state").iterdir()) == ["host-0", "host-1"]
     said = [log.read_text() for log in sorted((run / "devices").iterdir())]
     assert [text.count("run ended") for text in said] == [3, 3]  # each device heard of it

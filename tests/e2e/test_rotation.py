@@ -13,6 +13,7 @@ import pytest
 from cryptography import x509
 
 from coordinator.security.broker.process import claim_port
+from tests.support.draws import choose_count
 from tests.support.programs import WAIT_S, Stage, program, said, wait_for
 from tests.support.waiting import wait_until
 
@@ -69,7 +70,7 @@ def has(stage: Stage, log: str, words: str) -> Callable[[], bool]:
     return lambda: words in stage.log(log)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(choose_count(1, 3)))
 def test_nobody_is_locked_out_of_a_rotation_with_kills(stage: Stage, seed: int) -> None:
     """At drawn moments the service, with its broker, or a device is killed and started again. In the end all devices
     have the new authority alone, and train."""

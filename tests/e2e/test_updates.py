@@ -27,12 +27,13 @@ from fedvit.releases import Package, decode_list, encode_list, hash_file
 from tests.support.brokers import make_certificate
 from tests.support.children import run_child
 from tests.support.cutting_server import cutting
+from tests.support.draws import choose_count
 from tests.support.installations import PYTHON, Device, Publisher, describe, draw_kills, flip_bit
 from tests.support.programs import Stage, wait_for
 from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import WAIT_S
 
-KILLS = 20
+KILLS = choose_count(6, 20)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,10 @@ By text, as the process that hands them out knows no more of a test than its id.
 which their first tests were collected.
 """
 
+import os
 import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from xdist.scheduler.loadscope import LoadScopeScheduling
@@ -31,8 +34,15 @@ def group_of(test: str) -> str:
     return test.partition("::")[0]
 
 
+UNTIL = "FEDVIT_TESTS_UNTIL"
+"""A time in seconds since 1970: no group begins after it (CI on a machine that is slower than it should be)."""
+
+
 class Groups(LoadScopeScheduling):
     """A group goes to one process as a whole."""
+
+    left_out: Sequence[str] = ()
+    """Groups that were not begun, as it was too late."""
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
@@ -40,4 +50,7 @@ class Groups(LoadScopeScheduling):
     def _reschedule(self, node: Any) -> None:
         """Leave out a worker that replaces a dead one and still collects: xdist 3.8 ends the session there."""
         if node in self.registered_collections:
+            if self.workqueue and time.time() > float(os.environ.get(UNTIL, "inf")):
+                self.left_out = [*self.left_out, *self.workqueue]
+                self.workqueue.clear()
             super()._reschedule(node)

@@ -3,6 +3,8 @@
 A test is slow if it takes seconds of a processor to show in full, or under a rarer condition, what quicker tests of the
 same module, contract or program show in short: chaos, attacks, clusters, browsers, experiments, longer stories.
 
+How often a slow test repeats what it draws: `tests.support.draws`.
+
 It says so with `pytest.mark.slow`. A contract of methods is slow by itself if its parameters name none of the main
 methods in its usual form.
 """

@@ -1,0 +1,10 @@
+"""How often tests repeat what they draw: kills, faults, seeds."""
+
+import os
+
+IS_THOROUGH = "FEDVIT_THOROUGH" in os.environ
+
+
+def choose_count(few: int, many: int) -> int:
+    """Return `few`, or `many` under `make test-thorough`."""
+    return many if IS_THOROUGH else few

@@ -223,12 +223,12 @@ def test_states_converge_after_kills_and_no_model_answers_that_was_not_promoted(
             wait_looking(world, draw.uniform(0.2, 5.0))
             world.kill(draw.choice(TARGETS))
             killed += 1
-        wait_for(partial(world.has_settled, name), f"{name} to be used everywhere", 2 * WAIT_S)
+        wait_for(partial(world.has_settled, name), f"{name} to be used everywhere")
         promoted += find_stages(stage)[name] == "champion"
         if number % 2 == 0 and find_stages(stage)[name] == "champion":
             change(stage, "rollback", name)
             world.kill(draw.choice(["service", "device-0"]))
-            wait_for(partial(world.has_settled, name), "the former model to be used again", 2 * WAIT_S)
+            wait_for(partial(world.has_settled, name), "the former model to be used again")
     assert killed == FAULTS
     assert promoted > 2, "most runs end with a promotion, whatever is killed"
     assert {device for device, _ in world.used} == set(SITES)

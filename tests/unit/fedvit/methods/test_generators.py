@@ -154,6 +154,14 @@ def test_one_prompt_gets_nine_tenths_of_the_attention_at_most() -> None:
     torch.testing.assert_close(made[0] - of.first[0], torch.tensor([0.9, *[0.1 / 3] * 3], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_single_prompt_is_the_same_for_all_devices(normalise: bool) -> None:
+    """The softmax of one key is 1, whatever the descriptor."""
+    of = PromptAttention(target="p", first=FIRST[:1], bound=0.5, normalise=normalise)
+    shared = double(of.shared(drawing(0)))
+    assert torch.equal(make_by(of, shared, "a"), make_by(of, shared, "b"))
+
+
 def test_entropy_of_attention_is_a_share_of_its_maximum() -> None:
     of = PromptAttention(target="p", first=torch.eye(K, dtype=torch.float64), bound=0.5)
     shared = {"base": of.first, **{name: torch.eye(K, dtype=torch.float64) for name in MATRICES}}

@@ -1,7 +1,5 @@
 """Deals a data set out into one folder per device, ready for edge clients on this or other machines."""
 
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from fleet.partitions import Option, deal_out, make_partition
 from fleet.partitions.dealing import refuse_empty
 from fleet.partitions.feature_noise import add_noise
 from fleet.partitions.natural import Natural
+from fleet.whole_folder import make_whole
 
 GLOBAL_TEST = "global-test"
 """Folder beside those of devices: class folders of images that no device has."""
@@ -351,16 +350,11 @@ class _ImageWriter:
 def _new_folder(out: Path, overwrite: bool) -> Iterator[Path]:
     """Make a folder that becomes `out` at the end; `out` is unchanged after a failure."""
     _refuse_occupied(out, overwrite)
-    out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        _put_in_place(partial, out)
+        with make_whole(out) as partial:
+            yield partial
     except OSError as error:
         raise StorageFailed("FV1701", f"cannot write device folders to {out}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_summary(summary: PartitionSummary, folder: Path) -> None:
@@ -380,17 +374,3 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
         raise ConfigError(
             "FV2007", f"{out} holds no {PARTITION_FILE}, so it is no earlier partition and is not overwritten"
         )
-
-
-def _put_in_place(partial: Path, out: Path) -> None:
-    if not out.is_dir():
-        partial.rename(out)
-        return
-    replaced = out.with_name(f".{out.name}.{os.getpid()}.replaced")
-    out.rename(replaced)
-    try:
-        partial.rename(out)
-    except OSError:
-        replaced.rename(out)
-        raise
-    shutil.rmtree(replaced)

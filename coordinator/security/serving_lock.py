@@ -31,7 +31,10 @@ def exclusively_served(folder: Path, *, for_now: bool = False) -> Iterator[None]
             _wait_for_hand_over(folder, handle, for_now=for_now)
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"{os.getpid()}{FOR_NOW if for_now else ''}".encode(), 0)
-        yield
+        try:
+            yield
+        finally:
+            os.ftruncate(handle, 0)
 
 
 def is_wanted(folder: Path) -> bool:
@@ -45,8 +48,9 @@ def _wait_for_hand_over(folder: Path, handle: int, *, for_now: bool) -> None:
     with _open(folder / WANTED) as wanted:
         fcntl.flock(wanted, fcntl.LOCK_SH)
         while not _lock(handle):
-            owner = os.pread(handle, 32, 0).decode().strip()
-            if for_now or not owner.endswith(FOR_NOW) or time.monotonic() > until:
+            owner = os.pread(handle, 32, 0).decode().strip()  # "" for the instant in which a process gets the lock
+            stays = owner and (for_now or not owner.endswith(FOR_NOW))
+            if stays or time.monotonic() > until:
                 pid = owner.removesuffix(FOR_NOW)
                 raise ConfigError("FV1314", f"{folder} is being served by process {pid}")
             time.sleep(TICK_S)

@@ -1,9 +1,13 @@
+"""One process serves a deployment."""
+
+import fcntl
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from coordinator.security.serving_lock import exclusively_served, is_wanted
+from coordinator.security.serving_lock import LOCK, exclusively_served, is_wanted
 from fedvit.errors import ConfigError
 from tests.support.codes import has_code
 from tests.support.waiting import wait_until
@@ -13,6 +17,23 @@ from tests.support.waiting import wait_until
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     return tmp_path
+
+
+def test_a_process_that_has_just_got_the_lock_is_waited_for(folder: Path) -> None:
+    """Who it is, and whether it would hand the lock over, is written an instant later."""
+    handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+    def name_itself() -> None:
+        wait_until(lambda: is_wanted(folder), "nobody waits for the lock")
+        os.pwrite(handle, b"4711", 0)
+
+    owner = threading.Thread(target=name_itself)
+    owner.start()
+    with pytest.raises(ConfigError, match="by process 4711"), exclusively_served(folder):
+        pass
+    owner.join()
+    os.close(handle)
 
 
 @pytest.mark.parametrize("for_now", [False, True])

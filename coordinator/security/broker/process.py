@@ -187,7 +187,7 @@ class Broker:
 
     def _check_alive(self) -> None:
         if not self.alive():
-            raise ConfigError("FV1203", f"{self.kind} ended at once: {self._last_log_line()} (log: {self.log_file})")
+            raise ConfigError("FV1203", f"{self.kind} ended at once: {self._describe_end()} (log: {self.log_file})")
 
     def _accepts(self) -> bool:
         try:
@@ -209,9 +209,11 @@ class Broker:
             return True
         return any(one.status == psutil.CONN_LISTEN and one.laddr.port == self.address.port for one in sockets)
 
-    def _last_log_line(self) -> str:
-        lines = self.log_file.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "its log is empty"
+    def _describe_end(self) -> str:
+        """Return the last line that this process wrote to its log; without one, how it ended."""
+        lines = self.log_file.read_bytes()[self.log_position :].decode(errors="replace").strip().splitlines()
+        code = self._child.returncode
+        return lines[-1] if lines else f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def claim_port(listen: str = "127.0.0.1", port: int = 0) -> int:

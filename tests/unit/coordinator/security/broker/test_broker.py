@@ -242,16 +242,25 @@ def test_ports_that_are_picked_are_below_those_of_outgoing_connections() -> None
     assert {claim_port() in range(20_000, 32_000) for _ in range(100)} == {True}
 
 
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo cannot read the disk >&2; exit 1", "cannot read the disk"),
+        ("exit 3", "exit code 3"),
+        ("kill -9 $$", "signal 9"),
+    ],
+)
 def test_a_broker_that_ends_at_once_when_it_is_started_again_is_tried_anew(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:
+    """The reason is never a line of the process before it."""
     monkeypatch.setattr(process, "FIRST_RETRY_S", 0.01)
     broker = start("mosquitto")
-    broker._command = ["/bin/sh", "-c", "echo cannot read the disk >&2; exit 1"]
+    broker._command = ["/bin/sh", "-c", script]
     os.kill(broker.pid, signal.SIGKILL)
     wait_until(lambda: not broker.alive())
-    assert "ended at once: cannot read the disk" in str(broker.tend())
-    wait_until(lambda: "ended at once: cannot read the disk" in str(broker.tend()))
+    assert f"ended at once: {why} " in str(broker.tend())
+    wait_until(lambda: f"ended at once: {why} " in str(broker.tend()))
 
 
 @BOTH

@@ -22,7 +22,7 @@ def calm(calm_run: Callable[..., bytes]) -> bytes:
     return calm_run("calm-without-personal-tensors", VALUES)
 
 
-@pytest.mark.parametrize("seed", range(choose_count(4, 20)))
+@pytest.mark.parametrize("seed", range(choose_count(2, 20)))
 @pytest.mark.slow
 def test_run_continues_from_a_backup_bit_for_bit(stage: Stage, calm: bytes, seed: int) -> None:
     """The backup is made at a drawn moment; later the coordinator is killed, and its folder is lost."""

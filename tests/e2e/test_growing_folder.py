@@ -1,6 +1,5 @@
 """A folder of images that changes while its device takes part in a run."""
 
-import os
 import shutil
 import signal
 
@@ -18,32 +17,6 @@ RUN = {
     "model_options": CONFIG["model_options"],
     "deadline_s": 120.0,
 }
-
-
-@pytest.mark.slow
-def test_picture_counts_from_the_next_round_on_and_a_removed_one_does_not(stage: Stage) -> None:
-    pictures = stage.folder / "parts" / "device-0"
-    shutil.copytree(stage.parts / "device-0", pictures)
-    stage.parts = pictures.parent
-    before = sorted((pictures / "train").glob("*/*.png"))
-    coordinator = endless(stage)
-    stage.device("device-0")
-    assert count_trained(stage, 1) == len(before)
-
-    for number in range(3):  # as a camera does it: under another name first
-        written = pictures / f".{number}.png"
-        shutil.copy(before[0], written)
-        os.rename(written, before[0].parent / f"new-{number}.png")
-    assert count_trained(stage, next_round(stage)) == len(before) + 3
-
-    for picture in before[-2:]:
-        picture.unlink()
-    assert count_trained(stage, next_round(stage)) == len(before) + 1
-
-    coordinator.send_signal(signal.SIGINT)
-    assert stage.finish(coordinator, "coordinator") == 130
-    assert stage.query("select count(*) from refusals") == [(0,)]
-    assert "Traceback" not in stage.log("device-0")
 
 
 @pytest.mark.slow

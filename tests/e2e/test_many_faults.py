@@ -1,11 +1,9 @@
-"""A device that dies at every task, a second coordinator, and a hundred devices where few files may be open."""
+"""A second coordinator, and a hundred devices where few files may be open."""
 
-import time
 from typing import Any
 
 import pytest
 
-from fedvit.wire.messages import Task
 from tests.support.brokers import mosquitto
 from tests.support.programs import CONFIG, DEVICES, WAIT_S, Stage, program, toml, wait_for
 
@@ -17,36 +15,6 @@ for key in ("deadline_s", "rejoin_grace_s"):
     del BRIEF[key]
 MANY = 100
 FEW_FILES = 64
-
-
-def test_device_that_dies_at_every_task_holds_no_round(stage: Stage) -> None:
-    """Two seconds into each of them it is killed, and started again at once, as by systemd. Its round closes with the
-    others' results, by attempts and not by a deadline, which would be hours away."""
-    # the one that dies would take long enough to be killed on any processor
-    values = {**BRIEF, "devices": len(DEVICES), "variants": {"device-1": {"epochs": 100_000}}}
-    coordinator = stage.coordinator(values=values)
-    good = {name: stage.device(name) for name in DEVICES if name != "device-1"}
-    unlucky = stage.device("device-1")
-    deaths, given_up = 0, "its process ended 3 times at this task"
-    wait_for(lambda: "broker:" in stage.log("coordinator"), "the broker")
-    told = stage.observer().find(Task, since_start=True, device="device-1")
-    until = time.monotonic() + WAIT_S
-    while given_up not in stage.log("coordinator") and time.monotonic() < until:
-        if told():
-            time.sleep(2.0)  # it is well into its task
-            unlucky.kill()
-            unlucky.wait()
-            deaths += 1
-            unlucky = stage.device("device-1")
-        time.sleep(0.05)
-    assert given_up in stage.log("coordinator"), stage.log("coordinator")
-    assert deaths == 3
-    stage.finish_run(coordinator, good)
-    shown = stage.show()
-    assert [entry["accepted"] for entry in shown["rounds"]] == [2]
-    assert sorted(shown["rounds"][0]["accuracy"]) == ["device-0", "device-2"]
-    [refusal] = shown["refusals"]
-    assert (refusal["device"], refusal["lost"]) == ("device-1", True)
 
 
 def test_second_coordinator_on_the_same_broker_ends_and_names_the_first(stage: Stage) -> None:

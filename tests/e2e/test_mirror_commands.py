@@ -49,15 +49,18 @@ class World:
         obstore.put(open_store(self.server.config(mirror=True), run), name, content)
 
 
-@pytest.fixture(params=[pytest.param("s3", marks=pytest.mark.slow), "folder"])
+BOTH_STORES = pytest.mark.parametrize("world", [pytest.param("s3", marks=pytest.mark.slow), "folder"], indirect=True)
+
+
+@pytest.fixture
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, parts: Path, graph_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[World]:
     set_keys(monkeypatch)
-    with store_server(request.param, tmp_path / "store") as server:
+    with store_server(getattr(request, "param", "folder"), tmp_path / "store") as server:
         mirror = msgspec.structs.asdict(server.config(mirror=True))
         options = {"batch_size": 8, "epochs": 1, "lr": 0.01}
-        values = {**CONFIG, "method": "fedtp", "rounds": 2, "options": options, "variants": {}, "blobs": mirror}
+        values = {**CONFIG, "method": "fedtp", "rounds": 1, "options": options, "variants": {}, "blobs": mirror}
         folders = [parts / name for name in DEVICES]
         simulate(RunRequest(folders, values, out=tmp_path / "runs", run=RUN, graph_cache=graph_cache))
         yield World(tmp_path / "runs", server)
@@ -73,6 +76,7 @@ def failure(ended: Result, *named: object) -> None:
         assert str(text) in str(ended.exception)
 
 
+@BOTH_STORES
 def test_export_reads_from_the_mirror_what_this_machine_has_not(world: World, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     assert world.export(here).exit_code == 0
@@ -93,12 +97,14 @@ def test_export_names_what_is_damaged_in_both_places(world: World, tmp_path: Pat
     failure(world.export(tmp_path / "bundle"), f"{RUN}/{name} is damaged")
 
 
+@BOTH_STORES
 def test_export_names_a_store_that_cannot_be_used(world: World, tmp_path: Path) -> None:
     shutil.rmtree(world.runs / RUN / "blobs")
     world.server.kill()
     failure(world.export(tmp_path / "bundle"), "is missing", "in the run's mirror", "cannot be used")
 
 
+@BOTH_STORES
 def test_rm_removes_the_mirror_too(world: World) -> None:
     world.put("results/model.safetensors", b"of another run", "other-run")
     removed = json.loads(world.run("rm", RUN, "--json").output)

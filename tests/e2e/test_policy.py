@@ -29,9 +29,7 @@ def start_run(stage: Stage, method: str, options: dict[str, Any]) -> Forked:
     ("method", "options", "strict", "stricter", "denied"),
     [
         ("eftvit", {"local_blocks": 1, "mask": 0.75}, NO_UPDATES, NO_FEATURES, "features"),
-        pytest.param("fedperfix", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
         pytest.param("fedtp", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
-        pytest.param("pfedpg", {}, NO_FEATURES, NO_UPDATES, "updates", marks=pytest.mark.slow),
     ],
 )
 def test_strictest_policy_that_allows_a_method_trains_it(

@@ -253,25 +253,3 @@ def test_private_run_ends_with_an_epsilon(four: Stage) -> None:
     # noise is sized for three devices, the fewest that can make a sum of four, and four have added it
     assert [added["noise_multiplier"] for added in sums] == pytest.approx([0.5 * (4 / 3) ** 0.5] * 2)
     assert f"epsilon {spent[1]:.3g}" in said(stage, "coordinator.cli", "show", "run", "--runs", str(stage.out))
-
-
-@pytest.mark.slow
-def test_solution_is_the_same_to_the_last_bit_though_the_coordinator_is_killed(four: Stage) -> None:
-    """kill -9 of the coordinator in the one round of a secure run with `analytic`, beside a calm run."""
-    stage, observed = four, {"method": "analytic", "options": {"batch_size": 8}, "rounds": 1, "secure": True}
-    coordinator = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
-    _pause_before_devices_join(stage)
-    observer = stage.observer()
-    devices = {name: stage.device(name) for name in NAMES}
-    _stop_before_the_sum(stage, observer, devices, 1)
-    _kill_at_the_reveals(stage, observer, coordinator, devices)
-    coordinator = stage.coordinator(broker="mosquitto", resume=True)
-    stage.finish_run(coordinator, devices)
-    assert "round 1: the secure sum continues" in stage.log("coordinator")
-    assert [metrics["devices"] for metrics in _list_metrics(stage, "train")] == [4.0]
-    solution = stage.model()
-
-    stage.out = stage.folder / "calm"
-    calm = stage.coordinator(values={**VALUES, **observed}, broker="mosquitto")
-    stage.finish_run(calm, {name: stage.device(name, "--state", str(stage.folder / name)) for name in NAMES})
-    assert stage.model() == solution

@@ -202,14 +202,6 @@ def test_unsigned_list_is_refused(device: Device, publisher: Publisher, releases
 
 
 @pytest.mark.slow
-def test_update_from_a_web_server(device: Device, publisher: Publisher, releases: Path, web_server: str) -> None:
-    done = device.update(web_server, "--update-key", publisher.key.public)
-    assert done.returncode == 0, done.stderr
-    assert device.read_version() == "0.2.0"
-    describe(device.update(f"{web_server}/elsewhere"), "FV1462", "404")
-
-
-@pytest.mark.slow
 def test_cut_download_goes_on_at_the_next_update(device: Device, publisher: Publisher, releases: Path) -> None:
     [package] = [file for file in releases.iterdir() if file.suffix == ".zip"]
     most = package.stat().st_size // (TRIES + 1)  # the first update gets all but the last part

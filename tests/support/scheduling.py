@@ -12,8 +12,10 @@ from typing import Any
 
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-ALONE = re.compile(r"tests/(arm/|e2e/test_(?!bundles|dashboard|pages|ray))")
-"""Tests of processes, which mostly wait or are emulated: each goes to the first free worker."""
+SHARING = "bundles|dashboard|debian_packages|pages|pentest|plugins|ray|tasks"
+ALONE = re.compile(rf"tests/(arm/|e2e/test_(?!{SHARING}))")
+"""Tests of processes, which mostly wait or are emulated: each goes to the first free worker, but for files whose tests
+share what takes long to make."""
 CASE = re.compile(r"(tests/contracts/test_methods\.py::)\w+\[(.+?)(-coded|-full batch|-\d of 8)?\]")
 """Tests of one method share its graphs and runs."""
 

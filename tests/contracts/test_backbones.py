@@ -144,8 +144,6 @@ def assert_change(got: Any, want: Any, inputs: dict[str, Tensor], key: str) -> N
     ("name", "options"),
     [
         ("fedavg", {"recompute": True}),
-        ("fedavg", {"clip_norm": 0.1, "optimizer": "adamw"}),
-        ("fedavg", {"compute": "int8"}),
         ("fed_head", {"frozen_precision": "int8"}),
         ("fed_head", {"frozen_precision": "fp16"}),
         ("fed_head", {"compute": "int8"}),

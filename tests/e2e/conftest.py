@@ -13,6 +13,7 @@ from tests.support.chromium import Browser, Tab, browsing
 from tests.support.federation import deal_digits
 from tests.support.once import make_once
 from tests.support.programs import CONFIG, DEVICES, SUMMED, Stage
+from tests.support.wheels import build_own_wheel
 
 if TYPE_CHECKING:
     from tests.support.hosts import Hosts
@@ -25,6 +26,13 @@ collect_ignore = [] if os.environ.get("FEDVIT_TEST_BROKERS") else ["test_other_b
 def parts(shared: Path) -> Path:
     """Three devices with 150 digits in all."""
     return make_once(shared / "e2e" / "data", lambda folder: deal_digits(folder / "parts", DEVICES)) / "parts"
+
+
+@pytest.fixture(scope="session")
+def own_wheel(shared: Path) -> Path:
+    """The wheel of this source, built once."""
+    [wheel] = make_once(shared / "e2e" / "wheel", build_own_wheel).glob("fedvit-*.whl")
+    return wheel
 
 
 CalmRun = Callable[[str, Mapping[str, Any]], bytes]

@@ -15,7 +15,6 @@ from fedvit.releases import pack_folder
 from tests.support.programs import Stage
 from tests.support.roots import Root
 from tests.support.waiting import WAIT_S
-from tests.support.wheels import build_own_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +27,12 @@ mount -t tmpfs tmpfs /opt && mkdir /opt/fedvit && mount --bind "$1" /opt/fedvit 
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def built(own_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Build the packages for this machine twice; return both folders."""
     home = tmp_path_factory.mktemp("debian")
-    wheel = build_own_wheel(home)
     folders = home / "one", home / "two"
     for folder in folders:
-        command = [ROOT / "deploy/debian/build.sh", wheel, folder, sys.executable, f"amd64:{VERSION}"]
+        command = [ROOT / "deploy/debian/build.sh", own_wheel, folder, sys.executable, f"amd64:{VERSION}"]
         subprocess.run(command, check=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"})
     return folders
 

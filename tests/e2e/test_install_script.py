@@ -4,6 +4,7 @@ The wheel's dependencies are those of these tests: nothing is fetched.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,18 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.wheels import build_own_wheel
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "deploy" / "install.sh"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of this source."""
-    return build_own_wheel(tmp_path_factory.mktemp("wheel"))
+@pytest.fixture
+def wheel(own_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the wheel of this source, in a folder for others."""
+    return Path(shutil.copy(own_wheel, tmp_path_factory.mktemp("wheel")))
 
 
 def make_version(wheel: Path, version: str) -> Path:

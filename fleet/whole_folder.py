@@ -20,14 +20,14 @@ def make_whole(out: Path) -> Iterator[Path]:
     out = out.resolve()  # behind a symlink, renaming works only beside the folder itself
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.{NEW}")
-    with _locked(out.parent):
+    with _hold(out.parent):
         _tidy_up(out)
         partial.mkdir()
         lock = os.open(partial, os.O_RDONLY)
         _lock(lock)
     try:
         yield partial
-        with _locked(out.parent):
+        with _hold(out.parent):
             _put_in_place(partial, out)
     finally:
         os.close(lock)
@@ -63,7 +63,8 @@ def _put_in_place(partial: Path, out: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         _lock(handle)

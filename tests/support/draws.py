@@ -1,4 +1,4 @@
-"""How often tests repeat what they draw: kills, faults, seeds."""
+"""Counts of what tests draw: kills, faults, seeds."""
 
 import os
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from coordinator.rounds.sender_limits import SenderLimits
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.transport.base import Connected, Disconnected, Received, Transport, Wake
+from fedvit.transport.base import BulkReceived, Connected, Disconnected, Received, Transport, Wake
 from fedvit.wire.messages import AnyMessage, CoordinatorState, FromCoordinator, Refused, decode, encode, unread_hello
 from fedvit.wire.topics import Topics, is_name
 
@@ -138,6 +138,8 @@ class Inbox:
                 self.connected = False
                 news, self._link_trouble = reason if reason != self._link_trouble else "", reason
                 self.handler.on_link(up=False, trouble=news)
+            case BulkReceived(topic=topic, payload=payload):
+                self._on_received(topic, payload)
             case Received(topic=topic, payload=payload):
                 self.limits.note_handled(payload)
                 if topic == self._topics.coordinator_state:

@@ -19,6 +19,10 @@ class Received(NamedTuple):
     payload: bytes
 
 
+class BulkReceived(Received):
+    """A message of a topic that `Transport.listen` asked for: `Transport.admits` has no say in it."""
+
+
 class Connected(NamedTuple):
     """The link is up; subscriptions are in place again. `certificate` is this side's own, as the broker accepted it."""
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from paho.mqtt.matcher import MQTTMatcher
 
 from fedvit.errors import BadPayload
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Will, WillMaker
+from fedvit.transport.base import BulkReceived, BulkSink, Connected, Disconnected, Received, Transport, Will, WillMaker
 
 
 class MemoryBroker:
@@ -110,6 +110,7 @@ class MemoryTransport(Transport):
         self.will: Will | None = None  # of the newest connection
         self._will: Will | WillMaker | None = None
         self._broker = broker
+        self._bulk_topics: set[str] = set()
         self._up = False
 
     def open(self, will: Will | WillMaker | None = None) -> None:
@@ -136,11 +137,13 @@ class MemoryTransport(Transport):
 
     def listen(self, topic: str, sink: BulkSink) -> None:
         """Chunks go into the inbox: calling the sink here would run one program's code in another's thread."""
+        self._bulk_topics.add(topic)
         self.subscribe(topic, 0)
         sink.listening(topic)
 
     def stop_listening(self, topic: str) -> None:
         self.unsubscribe(topic)
+        self._bulk_topics.discard(topic)
 
     def bulk_up(self) -> bool:
         return self._up
@@ -170,5 +173,7 @@ class MemoryTransport(Transport):
 
     def deliver(self, topic: str, payload: bytes) -> None:
         self.count_received(len(payload))
-        if self.admits(topic, payload):
+        if topic in self._bulk_topics:
+            self.inbox.put(BulkReceived(topic, payload))
+        elif self.admits(topic, payload):
             self.inbox.put(Received(topic, payload))

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from bench.wire import Side
+from coordinator.rounds.sender_limits import SenderLimits
 from coordinator.security.broker import Broker
 from fedvit.blobs import BlobStore, digest_of
 from fedvit.errors import BadPayload, StorageFailed
@@ -20,6 +21,7 @@ from fedvit.partials import PartialBlob
 from fedvit.transport import blob_receiver, chunk_sender, packets
 from fedvit.transport.memory import MemoryBroker, MemoryTransport
 from fedvit.wire.messages import BlobNack, Manifest
+from fedvit.wire.topics import Topics
 from fedvit.wire.transfer import CHUNK_BYTES, WINDOW_CHUNKS
 from tests.support.brokers import mosquitto
 from tests.support.codes import has_code
@@ -61,6 +63,18 @@ def test_a_blob_reaches_one_receiver_and_is_sent_once(peer: Peers, size: int) ->
     assert receiver.got(content)
     assert sender.transport.sent_bytes < 1.01 * size + 1000
     assert not receiver.partial_files()
+
+
+def test_a_blob_on_a_fast_link_is_no_flood(peer: Peers) -> None:
+    sender, receiver = peers = [peer("sender"), peer("receiver")]
+    limits = SenderLimits(Topics("home"))
+    receiver.transport.admits = limits.admits
+    settle(peers)
+    content = blob(BIG)
+    receiver.fetch(sender.blobs.put(content), sender)
+    drive(peers, lambda: receiver.has_ended)
+    assert receiver.got(content)
+    assert limits.take_floods() == []
 
 
 def test_three_receivers_of_one_broadcast_cost_about_one_sending(peer: Peers) -> None:

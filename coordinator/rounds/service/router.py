@@ -22,7 +22,17 @@ from coordinator.rounds.presence import Presence, hello_spread_s
 from coordinator.rounds.sender_limits import SenderLimits
 from coordinator.rounds.service.assignment import Assignments, RunLink
 from fedvit.errors import BadPayload, PeerRefused
-from fedvit.transport.base import BulkSink, Connected, Disconnected, Received, Transport, Wake, Will, WillMaker
+from fedvit.transport.base import (
+    BulkReceived,
+    BulkSink,
+    Connected,
+    Disconnected,
+    Received,
+    Transport,
+    Wake,
+    Will,
+    WillMaker,
+)
 from fedvit.wire.limits import BrokerLimits
 from fedvit.wire.messages import (
     CoordinatorState,
@@ -228,7 +238,7 @@ class Router:
     # --- events -------------------------------------------------------------------------------------------
 
     def _on_event(self, event: object) -> None:
-        if isinstance(event, Received):
+        if isinstance(event, Received) and not isinstance(event, BulkReceived):
             self.limits.note_handled(event.payload)
         match event:
             case Received(topic=self.topics.coordinator_state):

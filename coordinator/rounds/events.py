@@ -200,6 +200,8 @@ class Events:
         else:
             parts.inbox.limits.ban(device)
             parts.operator_log(f"{device}: {reason}; it is banned until this process ends")
+            if self._state.presence.is_online(device):  # it would wait for a task without an end
+                parts.membership.send_away(device, reason)
             self.expel(device, reason)
 
     def _give_up(self, overdue: Overdue) -> None:

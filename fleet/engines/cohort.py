@@ -305,7 +305,8 @@ class Cohort:
                 batched = one_by_one(compile_step(precise(made)))
             else:
                 batched = precise(batched_step(made, self._log))
-            batched = skip_finished(batched) if trains else batched
+            # without a recording a batch has only devices with further batches
+            batched = skip_finished(batched) if trains and self._captures else batched
             self._steps[key] = compile_step(batched) if fused and self._captures else batched
         return self._steps[key]
 

@@ -29,6 +29,7 @@ from fedvit.wire.messages import (
     DeviceState,
     FromCoordinator,
     Progress,
+    Refused,
     ResultAck,
     Task,
     Welcome,
@@ -49,7 +50,7 @@ def dies(device: Fake, task: Task) -> None:
 def test_a_device_without_a_certificate_that_floods_is_banned(
     stage: Stage, first: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its round closes with the other's result, and nothing more of it is heard."""
+    """Its round closes with the other's result, nothing more of it is heard, and it is told that this is final."""
     monkeypatch.setattr(sender_limits, "STRIKE_EVERY_S", 0.0)
     stage.fake("good")
     mallory = stage.fake("mallory", silent)
@@ -60,6 +61,7 @@ def test_a_device_without_a_certificate_that_floods_is_banned(
     assert stage.finish() == "finished"
     assert (stage.accepted(1), stage.accepted(2)) == (["good"], ["good"])
     assert any("mallory" in line and "banned" in line for line in stage.lines)
+    assert [one.final for one in mallory.got(Refused) if "floods" in one.reason] == [True]
     assert sum(refusal.startswith("flood: ") for refusal in stage.refusals("mallory")) == sender_limits.STRIKES
     assert_moved_by(stage, first, 2.0)
 

@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
-from profiles.report.experiment import ExperimentOutcome, Interval
+from profiles.report.experiment import ATTACK_FIGURES, ExperimentOutcome, Interval, MeanAttack
 
 _DIGITS = 4
 
@@ -33,6 +34,11 @@ class KeptAccuracy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     bytes_down: float | None = None  # per device and round
     bytes_up: float | None = None
     wall_s: float | None = None  # of a run
+    late: float | None = None  # mean of the evaluations in the last rounds; None: the experiment asks for none
+    novel: float | None = None  # accuracy of devices that joined after the training; None: there are none
+    novel_interval: Interval | None = None
+    rounds_to_target: float | None = None  # None: no target, or not reached in every seed
+    seconds_to_target: float | None = None
 
 
 class KeptDifference(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -61,6 +67,7 @@ class KeptResults(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     scale: str  # data, rounds
     accuracies: list[KeptAccuracy] = []
     differences: list[KeptDifference] = []
+    attacks: list[MeanAttack] = []  # on uploaded features
 
     def find_difference(self, method: str, reference: str, partition: str) -> KeptDifference:
         """Find a difference, in either direction. Raises ConfigError if it was not kept."""
@@ -98,6 +105,10 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
                 generated_difference=one.generated_difference and round(one.generated_difference, _DIGITS),
                 at_edge=edges.get((one.method, one.partition), {}), flops=one.flops and round(one.flops),
                 bytes_down=round(one.bytes_down), bytes_up=round(one.bytes_up), wall_s=round(one.wall_s, 1),
+                late=one.late and round(one.late, _DIGITS), novel=one.novel and round(one.novel, _DIGITS),
+                novel_interval=one.novel_interval and _round(one.novel_interval),
+                rounds_to_target=one.rounds_to_target and round(one.rounds_to_target, 1),
+                seconds_to_target=one.seconds_to_target and round(one.seconds_to_target, 1),
             )
             for one in outcome.comparisons
         ],
@@ -108,6 +119,10 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
             )
             for one in outcome.differences
         ] + _list_single_differences(outcome),
+        attacks=[
+            replace(one, **{name: round(getattr(one, name), _DIGITS) for name in ATTACK_FIGURES})
+            for one in outcome.average_attacks()
+        ],
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fleet.experiments.across import Study, make_studies
 from fleet.experiments.cells import as_text
 from fleet.experiments.outcome import CONFIDENCE, find_leader
-from profiles.report.experiment import ExperimentOutcome, FeatureAttack, Interval, MethodComparison, SearchOutcome
+from profiles.report.experiment import ExperimentOutcome, Interval, MethodComparison, SearchOutcome
 from profiles.report.tables import Column, Sheet
 
 COST_HEADINGS = (
@@ -299,16 +299,11 @@ def _curve_rows(outcome: ExperimentOutcome) -> Rows:
 
 
 def _attack_rows(outcome: ExperimentOutcome) -> Rows:
-    """One row for each attacker of each method whose features were attacked; means over devices."""
-    rows = []
-    for cell in outcome.cells:
-        by_attacker: dict[str, list[FeatureAttack]] = {}
-        for attack in cell.result.attacks if cell.result else ():
-            by_attacker.setdefault(attack.attacker, []).append(attack)
-        for attacker, attacks in by_attacker.items():
-            figures = [fmean(getattr(one, field) for one in attacks) for field in ATTACK_COLUMNS.values()]
-            rows.append((cell.method, cell.partition, attacker, *map(_figure, figures)))
-    return rows
+    """One row for each attacker of each method whose features were attacked."""
+    return [
+        (one.method, one.partition, one.attacker, *(_figure(getattr(one, field)) for field in ATTACK_COLUMNS.values()))
+        for one in outcome.average_attacks()
+    ]
 
 
 def _mean_heading(study: Study) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 It is here, below the fleet and the coordinator, since the experiment writes it and the dashboard reads it.
 """
 
+from statistics import fmean
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -42,11 +43,10 @@ Attacker = Literal["encoder", "first values"]
 """Knowledge of an attacker: the blocks that a device keeps, or the values with which they begin."""
 
 
-class FeatureAttack(Struct, frozen=True, kw_only=True):
-    """Success of an attacker on one device's features, by images under masks; an image's error is that of a linear
+class AttackFigures(Struct, frozen=True, kw_only=True):
+    """Success of an attacker on devices' features, by images under masks; an image's error is that of a linear
     attacker, as a share of the error of the mean image."""
 
-    device: str
     attacker: Attacker
     seen_once: float  # share of an image's patches that the features of one epoch show
     seen_ever: float  # of all epochs of a round
@@ -55,7 +55,23 @@ class FeatureAttack(Struct, frozen=True, kw_only=True):
     membership: float  # AUC of telling images of the device from others; 0.5: it cannot
     class_distance: float  # distance between the class distributions of the device and of its upload
     even_distance: float  # the same of equally many of each class, which say nothing but the classes
+
+
+ATTACK_FIGURES = [name for name in AttackFigures.__struct_fields__ if name != "attacker"]
+
+
+class FeatureAttack(AttackFigures, frozen=True, kw_only=True):
+    """An attack on one device's features."""
+
+    device: str
     picture: bytes  # PNG: rows of images, as they are, from one epoch, from all
+
+
+class MeanAttack(AttackFigures, frozen=True, kw_only=True):
+    """Figures of the attacks on a method's features, means over devices."""
+
+    method: str
+    partition: str
 
 
 class CellResult(Struct, frozen=True, kw_only=True):
@@ -243,6 +259,18 @@ class ExperimentOutcome(Struct, frozen=True, kw_only=True):
     def sort_gains(self, method: str, partition: str) -> list[float]:
         """Return the gains of every device of every seed, the lowest first."""
         return sorted(entry.gain for entry in self.gains if (entry.method, entry.partition) == (method, partition))
+
+    def average_attacks(self) -> list[MeanAttack]:
+        """Average each attacker's figures over the devices of a cell; only a method's first seed is attacked."""
+        means = []
+        for cell in self.cells:
+            by_attacker: dict[Attacker, list[FeatureAttack]] = {}
+            for attack in cell.result.attacks if cell.result else ():
+                by_attacker.setdefault(attack.attacker, []).append(attack)
+            for attacker, attacks in by_attacker.items():
+                figures = {name: fmean(getattr(one, name) for one in attacks) for name in ATTACK_FIGURES}
+                means.append(MeanAttack(method=cell.method, partition=cell.partition, attacker=attacker, **figures))
+        return means
 
     def find_cells(self, method: str, partition: str) -> list[CellOutcome]:
         """Return the cells of a method on a partition, one for each seed."""

@@ -10,7 +10,8 @@ from fleet.experiments.folder import FinishedCell
 from fleet.experiments.kept_results import KeptResults, keep_results, read_kept_results, write_kept_results
 from fleet.experiments.outcome import make_outcome
 from fleet.experiments.report_tables import make_sections
-from profiles.report.experiment import Interval
+from profiles.report.curves import Accuracy
+from profiles.report.experiment import FeatureAttack, Interval
 from tests.support.codes import has_code
 from tests.support.experiments import (
     make_difference,
@@ -68,3 +69,34 @@ def test_generated_differences_are_reported_and_kept(tmp_path: Path) -> None:
     assert [one.generated_difference for one in keep_results(outcome).accuracies] == [None, 0.3]
     (section,) = [one for one in make_sections(outcome) if one.name == "generated"]
     assert "0.300 [-0.971, 1.571]" in section.sheet.markdown()
+
+
+def test_attacks_are_kept_as_means_over_devices(tmp_path: Path) -> None:
+    grid = read_grid(written_experiment(tmp_path, FILE))
+    attacks = [
+        FeatureAttack(
+            device=device, attacker="encoder", seen_once=0.25, seen_ever=0.5, error_once=error, error_ever=0.5 * error,
+            membership=1.0, class_distance=0.0, even_distance=0.5, picture=b"",
+        )
+        for device, error in (("a", 0.2), ("b", 0.4))
+    ]  # fmt: skip
+    result = msgspec.structs.replace(make_measured_result(CURVES[grid.cells[0].path]), attacks=attacks)
+    (kept,) = keep_results(make_outcome(grid, [FinishedCell(grid.cells[0], result, None)])).attacks
+    assert (kept.method, kept.partition, kept.attacker) == ("fedavg", "even", "encoder")
+    assert (kept.error_once, kept.error_ever, kept.seen_once, kept.even_distance) == (0.3, 0.15, 0.25, 0.5)
+
+
+def test_progress_and_novel_devices_are_kept(tmp_path: Path) -> None:
+    settings = 'target_accuracy = 0.65\nlate_rounds = 1\nevaluate_every = 1\n'
+    grid = read_grid(written_experiment(tmp_path, settings + FILE))
+    results = [
+        msgspec.structs.replace(make_measured_result(CURVES[cell.path]), novel=Accuracy(mean=0.5, std_over_devices=0.0, weighted=0.5))
+        for cell in grid.cells
+    ]
+    outcome = make_outcome(
+        grid, [FinishedCell(cell, result, None) for cell, result in zip(grid.cells, results, strict=True)]
+    )
+    fedavg, fedper = keep_results(outcome).accuracies
+    assert (fedavg.rounds_to_target, fedper.rounds_to_target) == (None, 1.0)
+    assert (fedavg.late, fedper.late) == (0.6, 0.875)
+    assert (fedavg.novel, fedavg.novel_interval) == (0.5, Interval(0.5, 0.5))

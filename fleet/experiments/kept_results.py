@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fedvit.errors import ConfigError, StorageFailed
 from fedvit.files import atomic_write
-from profiles.report.experiment import ATTACK_FIGURES, ExperimentOutcome, Interval, MeanAttack
+from profiles.report.experiment import ATTACK_FIGURES, ExperimentOutcome, Interval, MeanAttack, SearchOutcome, Values
 
 _DIGITS = 4
 
@@ -29,6 +29,7 @@ class KeptAccuracy(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     mean: float
     interval: Interval | None = None  # None: a single seed
     generated_difference: float | None = None  # between devices' generated tensors; None: there is no generator
+    chosen: Values = {}  # by a search
     at_edge: dict[str, str] = {}  # options whose best value is the "lowest" or "highest" that a search tried
     flops: float | None = None  # of training, per device and round
     bytes_down: float | None = None  # per device and round
@@ -94,7 +95,7 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
     """Reduce results to means, intervals and differences to the reference."""
     settings = outcome.settings
     counts = f"{settings.get('devices')} devices, {settings.get('rounds')} rounds"
-    edges = {(one.method, one.partition): one.at_edge for one in outcome.searches}
+    searches = {(one.method, one.partition): one for one in outcome.searches}
     return KeptResults(
         experiment=outcome.experiment,
         scale=f"{Path(str(settings.get('dataset', ''))).stem}, {counts}",
@@ -103,7 +104,7 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
                 method=one.method, partition=one.partition, seeds=len(one.seeds), mean=round(one.accuracy, _DIGITS),
                 interval=one.interval and _round(one.interval),
                 generated_difference=one.generated_difference and round(one.generated_difference, _DIGITS),
-                at_edge=edges.get((one.method, one.partition), {}), flops=one.flops and round(one.flops),
+                **_describe_search(searches.get((one.method, one.partition))), flops=one.flops and round(one.flops),
                 bytes_down=round(one.bytes_down), bytes_up=round(one.bytes_up), wall_s=round(one.wall_s, 1),
                 late=one.late and round(one.late, _DIGITS), novel=one.novel and round(one.novel, _DIGITS),
                 novel_interval=one.novel_interval and _round(one.novel_interval),
@@ -124,6 +125,10 @@ def keep_results(outcome: ExperimentOutcome) -> KeptResults:
             for one in outcome.average_attacks()
         ],
     )  # fmt: skip
+
+
+def _describe_search(search: SearchOutcome | None) -> dict[str, Any]:
+    return {"chosen": search.chosen or {}, "at_edge": search.at_edge} if search else {}
 
 
 def _list_single_differences(outcome: ExperimentOutcome) -> list[KeptDifference]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedvit.errors import ConfigError
 from fedvit.quantities import format_bytes, format_flops, format_seconds
+from fleet.experiments.cells import as_text
 from fleet.experiments.kept_results import KeptAccuracy, KeptResults, describe_difference, describe_interval
 from fleet.experiments.report_tables import ATTACK_COLUMNS
 from profiles.report.experiment import MeanAttack
@@ -16,8 +17,8 @@ _HEAD = """# Measured
 
 Written by `make verdicts` from [docs/results](../../docs/results). Accuracies and differences are means over seeds,
 with 95 % intervals ([what each figure is](../../docs/experiments.md#results)). Training, down and up are per device and
-round; time is that of a whole run on processors that did other work, too. Edge: the best value of a search was the
-lowest or the highest tried. Late: the mean of the evaluations in the last rounds. Novel: accuracy of devices that joined
+round; time is that of a whole run on processors that did other work, too. Chosen: by a search. Edge: the best value was
+the lowest or the highest tried. Late: the mean of the evaluations in the last rounds. Novel: accuracy of devices that joined
 after the training. Rounds to a target, and seconds of each one's slowest device, are those that every seed reached.
 Generated apart: the difference between the tensors that a generator makes for two devices, as a share of their size.
 [Attacks](../../docs/experiments.md#what-features-show) are means over devices. [Verdicts](README.md#what-holds).
@@ -35,8 +36,8 @@ def _render_results(kept: KeptResults, file: str | None) -> str:
     names = Counter(name for one in kept.differences for name in (one.method, one.reference))
     reference = max(names, key=lambda name: names[name], default="")
     columns = [
-        "partition", "method", "accuracy", f"less {reference}", "late", "novel", "rounds to target", "s to target", "edge",
-        "generated apart", "training", "down", "up", "time",
+        "partition", "method", "accuracy", f"less {reference}", "late", "novel", "rounds to target", "s to target", "chosen",
+        "edge", "generated apart", "training", "down", "up", "time",
     ]  # fmt: skip
     tables = [_render_table(columns, [_list_cells(kept, one, reference) for one in kept.accuracies])]
     if kept.attacks:
@@ -66,6 +67,7 @@ def _list_cells(kept: KeptResults, one: KeptAccuracy, reference: str) -> list[st
         "" if one.novel is None else f"{one.novel:.3f}{describe_interval(one.novel_interval)}",
         "" if one.rounds_to_target is None else f"{one.rounds_to_target:g}",
         "" if one.seconds_to_target is None else f"{one.seconds_to_target:.1f}",
+        as_text(one.chosen),
         ", ".join(f"{option}: {edge}" for option, edge in one.at_edge.items()),
         "" if one.generated_difference is None else f"{one.generated_difference:.3f}",
         "" if one.flops is None else format_flops(one.flops),

@@ -13,7 +13,9 @@ def test_table_of_an_experiment(tmp_path: Path) -> None:
     (tmp_path / "paper").mkdir()
     (tmp_path / "paper/first.toml").touch()
     accuracies = [
-        KeptAccuracy(method="a", partition="p", seeds=5, mean=0.5, at_edge={"lr": "lowest"}, bytes_up=1000),
+        KeptAccuracy(
+            method="a", partition="p", seeds=5, mean=0.5, chosen={"lr": 0.1}, at_edge={"lr": "lowest"}, bytes_up=1000
+        ),
         KeptAccuracy(
             method="b", partition="p", seeds=5, mean=0.25, interval=Interval(0.2, 0.3), generated_difference=0.0
         ),
@@ -33,10 +35,10 @@ def test_table_of_an_experiment(tmp_path: Path) -> None:
     page = render_measured([kept, other, KeptResults(experiment="none", scale="none")], tmp_path)
     assert page.split("\n## ")[1:] == [
         "first\n\n[digits](paper/first.toml); 5 seeds.\n\n"
-        "| partition | method | accuracy | less a | edge | generated apart | up |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
-        "| p | a | 0.500 |  | lr: lowest |  | 1 kB |\n"
-        "| p | b | 0.250 [0.200, 0.300] | -0.250 [-0.300, -0.200] |  | 0.000 |  |\n",
+        "| partition | method | accuracy | less a | chosen | edge | generated apart | up |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+        "| p | a | 0.500 |  | lr=0.1 | lr: lowest |  | 1 kB |\n"
+        "| p | b | 0.250 [0.200, 0.300] | -0.250 [-0.300, -0.200] |  |  | 0.000 |  |\n",
         "other\n\ntexts; 1 seed.\n\n"
         "| partition | method | accuracy | late | novel | rounds to target | s to target |\n"
         "| --- | --- | --- | --- | --- | --- | --- |\n"

@@ -209,7 +209,7 @@ class TestStanding:
         grid = read_grid(written_experiment(tmp_path, FILE))
         schedule = follow(grid, lambda cell: 0.6 if cell.run["options"]["lr"] == best else 0.5)
         (kept,) = keep_results(make_outcome(grid, schedule.over.values())).accuracies
-        assert (kept.mean, kept.at_edge) == (0.6, at_edge)
+        assert (kept.mean, kept.chosen, kept.at_edge) == (0.6, {"lr": best}, at_edge)
 
     @pytest.mark.parametrize(
         ("best", "beyond", "tried", "at_edge"),

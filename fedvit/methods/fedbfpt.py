@@ -25,13 +25,15 @@ class FedBFPT(FedAvg):
     """Progressive learning with sampled deeper layers, for a ViT: the output layer and one block are trained.
 
     In stage l a device's model is blocks 0 to l of the whole one and, up to `local_blocks`, others drawn from those
-    behind l, ascending, with repetition, anew for every device and round. Only block l and the head move. The stage
-    advances whenever half of the rounds that were left are over.
+    behind l, ascending, with repetition, anew for every device and round. With as many `local_blocks` as there are
+    blocks it is the whole model. Only block l and the head move. The stage advances whenever half of the rounds that
+    were left are over.
 
     Source: Wang et al., "FedBFPT: An Efficient Federated Learning Framework for BERT Further Pre-training", IJCAI
     2023, and a public copy of its code. Differs from both: image classification; the server weighs devices by their
     images; a constant rate within a round (theirs falls by 0.7 per epoch); block `local_blocks - 1` is not the last
-    to be trained if there are rounds enough, and the device's model then ends with it.
+    to be trained if there are rounds enough, and the device's model then ends with it; theirs would draw and repeat
+    blocks in a whole model, too.
     """
 
     source: ClassVar[str] = "Wang et al., FedBFPT, IJCAI 2023; baseline of EFTViT, arXiv:2412.00334"
@@ -66,9 +68,10 @@ class FedBFPT(FedAvg):
 
     def objective(self, vit: PatchViT, phase: Train, tensors: Named, inputs: StepInputs) -> Objective:
         block, count = self._block(vit), self._count_sampled(vit)
+        last = vit.depth if self._is_whole(vit) else block + 1 + count
 
         def body(vit: PatchViT) -> Tensor:
-            return vit.classify(vit.run_to_class(vit.embed(*inputs.images), 0, block + 1 + count))
+            return vit.classify(vit.run_to_class(vit.embed(*inputs.images), 0, last))
 
         if count:
             tensors = {**tensors, **_place(vit, tensors, block + 1, inputs.draws[SAMPLED])}
@@ -90,7 +93,11 @@ class FedBFPT(FedAvg):
         """Return the number of blocks that a device draws."""
         local = self.local_blocks or (vit.depth + 1) // 2
         block = self._block(vit)
-        return max(0, local - block - 1) if block < vit.depth - 1 else 0
+        return 0 if self._is_whole(vit) or block == vit.depth - 1 else max(0, local - block - 1)
+
+    def _is_whole(self, vit: PatchViT) -> bool:
+        """Return True if a device's model has every block, each once."""
+        return self.local_blocks == vit.depth
 
 
 def stage_of(round_number: int, rounds: int) -> int:

@@ -18,9 +18,10 @@ _HEAD = """# Measured
 Written by `make verdicts` from [docs/results](../../docs/results). Accuracies and differences are means over seeds,
 with 95 % intervals ([what each figure is](../../docs/experiments.md#results)). Training, down and up are per device and
 round; time is that of a whole run on processors that did other work, too. Chosen: by a search. Edge: the best value was
-the lowest or the highest tried. Late: the mean of the evaluations in the last rounds. Novel: accuracy of devices that joined
-after the training. Rounds to a target, and seconds of each one's slowest device, are those that every seed reached.
-Generated apart: the difference between the tensors that a generator makes for two devices, as a share of their size.
+the lowest or the highest tried. Late: the mean of the evaluations in the last rounds. Novel: accuracy of devices that
+joined after the training. Rounds to a target, and seconds of each one's slowest device, are those that every seed
+reached. Generated apart: the difference between the tensors that a generator makes for two devices, as a share of their
+size.
 [Attacks](../../docs/experiments.md#what-features-show) are means over devices. [Verdicts](README.md#what-holds).
 """
 
@@ -36,8 +37,8 @@ def _render_results(kept: KeptResults, file: str | None) -> str:
     names = Counter(name for one in kept.differences for name in (one.method, one.reference))
     reference = max(names, key=lambda name: names[name], default="")
     columns = [
-        "partition", "method", "accuracy", f"less {reference}", "late", "novel", "rounds to target", "s to target", "chosen",
-        "edge", "generated apart", "training", "down", "up", "time",
+        "partition", "method", "accuracy", f"less {reference}", "late", "novel", "rounds to target", "s to target",
+        "chosen", "edge", "generated apart", "training", "down", "up", "time",
     ]  # fmt: skip
     tables = [_render_table(columns, [_list_cells(kept, one, reference) for one in kept.accuracies])]
     if kept.attacks:

@@ -87,12 +87,10 @@ def test_attacks_are_kept_as_means_over_devices(tmp_path: Path) -> None:
 
 
 def test_progress_and_novel_devices_are_kept(tmp_path: Path) -> None:
-    settings = 'target_accuracy = 0.65\nlate_rounds = 1\nevaluate_every = 1\n'
+    settings = "target_accuracy = 0.65\nlate_rounds = 1\nevaluate_every = 1\n"
     grid = read_grid(written_experiment(tmp_path, settings + FILE))
-    results = [
-        msgspec.structs.replace(make_measured_result(CURVES[cell.path]), novel=Accuracy(mean=0.5, std_over_devices=0.0, weighted=0.5))
-        for cell in grid.cells
-    ]
+    novel = Accuracy(mean=0.5, std_over_devices=0.0, weighted=0.5)
+    results = [msgspec.structs.replace(make_measured_result(CURVES[cell.path]), novel=novel) for cell in grid.cells]
     outcome = make_outcome(
         grid, [FinishedCell(cell, result, None) for cell, result in zip(grid.cells, results, strict=True)]
     )

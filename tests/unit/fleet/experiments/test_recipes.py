@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sklearn.datasets import load_digits
 
 from fleet.experiments.cells import Grid, GridCell
+from fleet.experiments.settings import read_experiment
+from fleet.partitions import partition
 from tests.support.experiments import read_grid
 
 FOLDER = Path(__file__).parents[4] / "fleet" / "experiments"
 FEDTP = sorted((FOLDER / "fedtp").glob("*.toml"))
+OF_DIGITS = [file for file in sorted(FOLDER.glob("*/*-small.toml")) if 'dataset = "digits"\n' in file.read_text()]
 RELEASED_MODEL = {
     "patch_size": 4, "width": 128, "heads": 8, "head_width": 64, "qkv_bias": False, "position_std": 1.0,
     "first_values": "torch", "norm_eps": 1e-5,
@@ -54,3 +58,12 @@ def test_full_scale_files_have_fedtps_released_model(file: Path) -> None:
         options = cell.run["model_options"]
         assert {name: options[name] for name in RELEASED_MODEL} == RELEASED_MODEL
         assert cell.run["options"]["dropout"] == 0.1
+
+
+@pytest.mark.parametrize("file", OF_DIGITS, ids=lambda path: path.stem)
+def test_digits_can_be_dealt_out_as_a_file_says(file: Path) -> None:
+    experiment = read_experiment(file).experiment
+    for table in experiment.partitions.values():
+        kind, options = table["partition"], {name: value for name, value in table.items() if name != "partition"}
+        for seed in experiment.seeds:
+            assert len(partition(kind, load_digits().target, experiment.devices, seed, **options)) == experiment.devices
